@@ -37,6 +37,7 @@ __all__ = [
     "Declared",
     "Share",
     "choose",
+    "choose_all_unscaled",
     "choose_unscaled",
     "clip_",
     "clip_grad_norm_",
@@ -44,6 +45,7 @@ __all__ = [
     "is_optimizer",
     "local_square",
     "local_sums",
+    "measure_unscaled",
     "positive",
     "total",
 ]
@@ -131,6 +133,26 @@ def choose_unscaled(given: Any) -> Chosen:
         if waiting:  # of masters, from which optimizer.step() then takes them
             source.unscale(flag_of(True, "cpu"), flag_of(False, "cpu"), True)
     return choose(given, [], scaled=False)
+
+
+def choose_all_unscaled(optimizers: Iterable[Any]) -> Chosen:
+    """Return what is clipped by several optimizers whose gradients nobody scales.
+
+    A tensor that two of them step counts once.
+    """
+    together = Chosen([], [], [])
+    counted: set[int] = set()
+    multiplied: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        chosen = choose_unscaled(optimizer)
+        together.owners.extend(chosen.owners)
+        for share in chosen.shares:
+            pairs = [pair for pair in share.pairs if id(pair[1]) not in counted]
+            counted.update(id(stepped) for _, stepped in pairs)
+            together.shares.append(Share(pairs, share.part))
+        multiplied |= {id(tensor): tensor for tensor in chosen.multiplied}
+    together.multiplied.extend(multiplied.values())
+    return together
 
 
 def is_optimizer(given: Any) -> bool:
@@ -415,15 +437,48 @@ def clip_grad_norm_(
         GradientError: What counts as a replica differs between ranks, or another rank raised.
         RuntimeError: The norm is not finite, under ``error_if_nonfinite``.
     """
+
+    def choose_checked() -> Chosen:
+        positive("max_norm", max_norm, or_zero=True)
+        return choose_unscaled(parameters)
+
+    chosen, norm = measure_unscaled(choose_checked, norm_type, process_group, replicated, sharded)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and leave the gradients as they are, "
+            "set `error_if_nonfinite=False`"
+        )
+    clip_(chosen.multiplied, norm, float(max_norm))
+    return norm
+
+
+def measure_unscaled(
+    choose_gradients: Callable[[], Chosen],
+    norm_type: float,
+    process_group: GroupLike,
+    replicated: Declared | None,
+    sharded: Declared | None,
+) -> tuple[Chosen, Tensor]:
+    """Return the chosen gradients and their norm, 0-d float32 and the same on every rank.
+
+    Collective: every rank of ``process_group`` must call this.
+
+    Args:
+        choose_gradients: Called once; every rank raises the error that it raises on one of them.
+        norm_type: As in `clip_grad_norm_`, unchecked.
+        process_group: As in `clip_grad_norm_`.
+        replicated: As in `clip_grad_norm_`.
+        sharded: As in `clip_grad_norm_`.
+    """
     found, chosen = resolve(process_group), Chosen([], [], [])
     size = 1 if found is None else found.size()
     device = torch.device("cpu")
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     error: Exception | None = None
     try:
-        max_norm = positive("max_norm", max_norm, or_zero=True)
         norm_type = positive("norm_type", norm_type)
-        chosen = choose_unscaled(parameters)
+        chosen = choose_gradients()
         if chosen.multiplied:
             device = local_of(chosen.multiplied[0]).device
         sums = local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
@@ -434,15 +489,7 @@ def clip_grad_norm_(
     everyone = sums.view(1, 3)
     if found is not None and size > 1:
         everyone = _agreed(Group(found, device), sums, norm_type, error)
-    norm = total(everyone, norm_type)
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
-            "so it cannot be clipped. To disable this error and leave the gradients as they are, "
-            "set `error_if_nonfinite=False`"
-        )
-    clip_(chosen.multiplied, norm, max_norm)
-    return norm
+    return chosen, total(everyone, norm_type)
 
 
 def _agreed(group: Group, sums: Tensor, norm_type: float, error: Exception | None) -> Tensor:

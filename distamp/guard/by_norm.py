@@ -69,9 +69,12 @@ class ByNorm(NamedTuple):
         if not isinstance(total, Tensor):
             norm = math.sqrt(total) if total >= 0.0 else math.nan
             limit = math.inf if self.skip_above is None else float(self.skip_above)
-            factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
             finite = math.isfinite(norm)
-            return Verdict(norm, not finite, finite and norm > limit, factor if finite else 1.0)
+            spike = finite and norm > limit
+            factor = 1.0
+            if self.max_norm is not None and finite and not spike:
+                factor = min(1.0, self.max_norm / (norm + 1e-6))
+            return Verdict(norm, not finite, spike, factor)
         exact = total.sqrt()
         is_finite = exact.isfinite()
         clip = torch.ones_like(exact)
@@ -82,6 +85,7 @@ class ByNorm(NamedTuple):
             above = self.skip_above
             above = host.moved(above, exact.device) if isinstance(above, Tensor) else above
             spike = (exact > above).logical_and_(is_finite).float()
+            clip = torch.where(spike > 0, 1.0, clip)
         return Verdict(exact.float(), is_finite.logical_not().float(), spike, clip.float())
 
 
@@ -92,7 +96,7 @@ class Verdict(NamedTuple):
         norm: A number, or 0-d float32.
         found: Whether it is not finite.
         spike: Whether it lies above the limit.
-        factor: What gradients are multiplied by; at most 1.
+        factor: What gradients are multiplied by; at most 1, and 1 where the step is skipped.
     """
 
     norm: float | Tensor

@@ -81,17 +81,18 @@ def leaves_garbage(optimizer: Any) -> bool:
 
 
 def refuse_names(optimizer: Any, *names: str) -> None:
-    """Refuse a name of ours that the optimizer's own ``step`` takes, too.
+    """Refuse arguments of ``step`` that the optimizer's own ``step`` takes, too.
 
     Raises:
-        TypeError: It takes one.
+        TypeError: The optimizer's ``step`` has a parameter of one of these names.
     """
     kind: Any = type(stepping(optimizer))
     taken = names_of_step(kind).intersection(names)
     if taken:
         raise TypeError(
-            f"the step of {kind.__name__} has a {min(taken)} of its own, so whose is meant is not "
-            "known: call clip_grad_norm_(optimizer, max_norm) before step, or step_all"
+            f"The step of {kind.__name__} has a {min(taken)} of its own, so it is not known which "
+            f"of the two {min(taken)}= is for. Call clip_grad_norm_(optimizer, max_norm) before "
+            "step, or call step_all, which passes nothing on."
         )
 
 

@@ -475,6 +475,8 @@ class Steps(Joins):
         *args: Any,
         max_norm: float | None = None,
         skip_above: float | Tensor | None = None,
+        replicated: clipping.Declared | None = None,
+        sharded: clipping.Declared | None = None,
         **kwargs: Any,
     ) -> Any:
         """Step the optimizer if no rank found inf or NaN, else skip on every rank.
@@ -489,6 +491,9 @@ class Steps(Joins):
                 gradients are clipped only once it has.
             skip_above: Skip the step on all ranks where the norm is larger: a float or a 0-d
                 tensor, the same on every rank. Counted apart, and never towards the limit of skips.
+                Gradients of such a step are not clipped.
+            replicated: As in `clip_grad_norm_`, for the norm of ``max_norm`` and ``skip_above``.
+            sharded: As in `clip_grad_norm_`, for the same norm.
             kwargs: Passed to ``optimizer.step``; no closure, as in torch.
 
         Returns:
@@ -496,15 +501,24 @@ class Steps(Joins):
 
         Raises:
             StageError: A second ``step`` before ``update``, or a closure.
-            TypeError: The optimizer's own ``step`` takes a ``max_norm`` or ``skip_above``.
+            TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
+                the four above.
             SettingError: ``max_norm`` or ``skip_above`` is out of range.
             LossScaleCollapse: ``max_consecutive_skips`` was reached.
             ValueError, GradientError, LockstepError: As for `unscale_`.
         """
+        norm_arguments = {
+            "max_norm": max_norm,
+            "skip_above": skip_above,
+            "replicated": replicated,
+            "sharded": sharded,
+        }
+        passed = [name for name, value in norm_arguments.items() if value is not None]
+        if passed:
+            refuse_names(optimizer, *passed)
         by = None
         if max_norm is not None or skip_above is not None:
-            refuse_names(optimizer, "max_norm", "skip_above")
-            by = ByNorm(max_norm, skip_above)
+            by = ByNorm(**norm_arguments)
         if not self._enabled:
             skipped = self._skips_unguarded([optimizer], by)
             return None if skipped else optimizer.step(*args, **kwargs)
@@ -585,16 +599,19 @@ class Steps(Joins):
         """Clip where nothing is guarded; return whether the step is skipped for its norm."""
         spike = False
         if by is not None:
-            limit, parameters = by.checked().skip_above, list[Tensor]()
-            for optimizer in optimizers:
-                parameters += [stepped for _, stepped in source_of(optimizer).stepped()]
-            norm = self.clip_grad_norm_(
-                optimizers[0] if len(optimizers) == 1 else parameters,
-                math.inf if by.max_norm is None else by.max_norm,
-                replicated=by.replicated,
-                sharded=by.sharded,
+            by = by.checked()
+            # A step that is skipped does not clip, so the norm is measured first.
+            chosen, norm = clipping.measure_unscaled(
+                functools.partial(clipping.choose_all_unscaled, optimizers),
+                2.0,
+                self._guard.ranks.process_group,
+                by.replicated,
+                by.sharded,
             )
-            spike = limit is not None and norm.item() > float(limit)
+            self._guard.norm = norm
+            spike = by.skip_above is not None and norm.item() > float(by.skip_above)
+            if by.max_norm is not None and not spike:
+                clipping.clip_(chosen.multiplied, norm, by.max_norm)
             for optimizer in optimizers:
                 self._state(optimizer).norm = norm
         known = map(self._guard.optimizers.find, map(innermost, optimizers))

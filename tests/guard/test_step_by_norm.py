@@ -13,8 +13,10 @@ from torch import nn
 
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import GradientError, NonFiniteGradients, SettingError, StageError
+from distamp.scaler import MasterParameters
+from distamp.sources import source_of
 from tests.on_ranks import on_ranks
-from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, iteration, sgd
+from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, iteration, leaf, sgd
 
 
 def test_a_disabled_scaler_clips_and_leaves_spikes_out_and_says_so():
@@ -80,20 +82,92 @@ def test_with_a_rank_that_was_replaced_replicas_are_compared_and_skips_counted_a
 class OfItsOwn(torch.optim.SGD):
     """An optimizer that clips by itself."""
 
-    def step(self, max_norm: float = 1.0) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, max_norm: float = 1.0, sharded: Any = None, replicated: Any = None
+    ) -> None:
         """As SGD."""
 
 
 def test_what_a_step_by_norm_refuses():
     (parameter, optimizer), guard = sgd(), StepGuard()
-    with pytest.raises(TypeError, match="a max_norm of its own"):
-        guard.step(OfItsOwn([parameter], lr=1.0), max_norm=1.0)
+    for name, value in {"max_norm": 1.0, "sharded": bool, "replicated": bool}.items():
+        with pytest.raises(TypeError, match=f"a {name} of its own"):
+            guard.step(OfItsOwn([parameter], lr=1.0), **{"skip_above": 9.0, name: value})
     with pytest.raises(StageError, match="before a norm was measured"):
         guard.grad_norm()
     parameter.grad = torch.ones_like(parameter)
     for bad in (0.0, torch.ones(2), torch.tensor(NAN)):
         with pytest.raises(SettingError, match="skip_above"):
             guard.step(optimizer, skip_above=bad)
+
+
+def _disabled() -> DistGradScaler:
+    return cpu_scaler(enabled=False)
+
+
+MAKERS = [StepGuard, cpu_scaler, _disabled]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_step_takes_the_declarations_of_a_clip(make, fused):
+    """Rank 0 has an expert with gradient 3, rank 1 one with 4, so the norm is 5; or replicas."""
+    declarations = {"sharded": 5.0, "replicated": 3.5355339}
+    for name, norm in declarations.items():
+        (parameter, optimizer), made = sgd(0.0, fused=fused), make()
+        gradient = [3.0, 4.0][dist.get_rank()]
+        iteration(made, optimizer, parameter, gradient, max_norm=1.0, **{name: lambda p: True})
+        assert made.grad_norm(optimizer).item() == pytest.approx(norm)
+        assert parameter.item() == pytest.approx(-gradient / norm, rel=1e-5)
+
+
+def _with_masters() -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    optimizer = torch.optim.SGD([leaf(1.0, 1.0, dtype=torch.float16)], lr=1.0)
+    MasterParameters(optimizer)
+    return optimizer, {"fp16_grads": "master"}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "for-loop": lambda: (torch.optim.SGD([leaf(1.0, 1.0)], lr=1.0, foreach=False), {}),
+    "foreach": lambda: (torch.optim.AdamW([leaf(1.0, 1.0)], foreach=True), {}),
+    "fused": lambda: (torch.optim.AdamW([leaf(1.0, 1.0)], fused=True), {}),
+    "fused float64": lambda: (
+        torch.optim.AdamW([leaf(1.0, 1.0, dtype=torch.float64)], fused=True),
+        {},
+    ),
+    "masters": _with_masters,
+}
+
+
+def _gradients_of_a_skip(make: Any, name: str, **limits: float) -> list[Any]:
+    """Return the gradients after a step that the norm of 50 skips."""
+    optimizer, settings = OPTIMIZERS[name]()
+    made = make(**settings) if make is cpu_scaler else make()
+    (parameter,) = source_of(optimizer).parameters()
+    backward(made, parameter, [30.0, 40.0])
+    made.step(optimizer, skip_above=10.0, **limits)
+    assert not made.stepped(optimizer)
+    return [each.grad for pair in source_of(optimizer).stepped() for each in pair]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_step_that_skip_above_skips_does_not_clip(make, name):
+    expected = _gradients_of_a_skip(make, name)
+    found = _gradients_of_a_skip(make, name, max_norm=1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_disabled_scaler_clips_several_optimizers_with_masters_by_their_norm():
+    optimizers, scaler = [_with_masters()[0] for _ in range(2)], _disabled()
+    for optimizer, gradient in zip(optimizers, ([3.0, 0.0], [0.0, 4.0]), strict=True):
+        backward(scaler, source_of(optimizer).parameters()[0], gradient)
+    scaler.step_all(optimizers, max_norm=1.0)
+    assert scaler.grad_norm().item() == pytest.approx(5.0)
+    stepped = [source_of(each).parameters()[0].tolist() for each in optimizers]
+    assert stepped[0] == pytest.approx([0.4, 1.0], rel=1e-3)
+    assert stepped[1] == pytest.approx([1.0, 0.2], rel=1e-3)
 
 
 @pytest.mark.parametrize("calls", [{}, {"max_norm": 1.0}], ids=["step", "by norm"])
