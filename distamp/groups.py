@@ -44,8 +44,6 @@ class Group:
         self.global_rank = self.global_ranks[dist.get_rank(process_group)]
         self.device = _message_device(process_group, preferred)
         self.on_host = host.is_host(self.device)
-        #: One int64 on the host, for messages.
-        self.word = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def check_group(process_group: object) -> None:

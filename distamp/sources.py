@@ -40,6 +40,12 @@ class GradientSource:
         """Return the tensors whose ``.grad`` a backward pass fills."""
         return parameters_of(self._holds)
 
+    def has_grads(self) -> bool:
+        """Return whether this rank has a gradient of the optimizer, before or after `unscale`."""
+        if any(parameter.grad is not None for parameter in self.parameters()):
+            return True
+        return any(stepped.grad is not None for _, stepped in self.stepped())
+
     def stepped(self) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter of the model that is stepped on this rank, and what is stepped.
 

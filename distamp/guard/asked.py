@@ -103,6 +103,11 @@ class Asked:
         """Return what gradients are divided by, 0-d float32, on the device of the flags."""
         raise NotImplementedError
 
+    def _device_of_flags(self) -> torch.device | None:
+        """Return the device of the last message's flags; None before the first."""
+        scale: Tensor | None = getattr(self, "_scale", None)
+        return None if scale is None else scale.device
+
     def _state(self, given: Any) -> OptimizerState:
         optimizers = self._guard.optimizers
         return optimizers.find(innermost(given)) or optimizers.add(given)
@@ -146,10 +151,10 @@ class Asked:
         """
         if not self._enabled:
             return not self._unguarded(optimizer).last_step
-        last = self._asked("stepped", optimizer, "step()").last_step
-        if last is None:
+        state = self._asked("stepped", optimizer, "step()")
+        if state.last_step is None:
             raise StageError("stepped() was called before step() for this optimizer")
-        return not bool(last)
+        return not state.was_idle and not bool(state.last_step)
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return the flag of the last check, the same on all ranks; never waits.
@@ -166,7 +171,8 @@ class Asked:
         flag, record = self._asked("found_inf", optimizer).last_step, self._record_of(optimizer)
         device = self._divisor("found_inf", optimizer).device
         if record is not None and OWN in record and record["stage"] is not OptState.STEPPED:
-            flag = merged(list(record["found_inf_per_device"].values()), device)
+            flags = list(record["found_inf_per_device"].values())
+            flag = merged(flags, device) if flags else False  # no rank has gradients
         if flag is None:
             raise StageError(
                 "found_inf() was called before unscale_() or step() for this optimizer"
@@ -220,24 +226,38 @@ class Asked:
             )
         return state
 
-    def overflow_report(self, model: torch.nn.Module | None = None) -> OverflowReport:
-        """Return which gradients have inf or NaN, on which rank; every rank must call it.
+    def overflow_report(
+        self, model: torch.nn.Module | None = None, *, local: bool = False
+    ) -> OverflowReport:
+        """Return the gradients that have inf or NaN, and on which rank.
+
+        Collective: every rank of `process_group` must call this. With ``local=True`` it is not:
+        then one rank may call it alone.
 
         Call it after a skipped step and before ``zero_grad``.
 
         Args:
             model: Gives names, and includes parameters of no optimizer. Without it, names come
                 from ``named_parameters`` or the optimizer, or are group and index.
+            local: Report the gradients of this rank alone, and send nothing.
 
         Raises:
-            StageError: No rank has such a gradient; raised on every rank.
+            StageError: No rank has such a gradient, or with ``local=True`` this rank has none.
+            LockstepError: Another rank makes another call.
         """
         own = self._guard
-        own.ranks.settle()
+        if not local:
+            own.ranks.announce("overflow_report()", device=self._device_of_flags())
         optimizers = [optimizer for optimizer, _ in own.optimizers.live()]
         named = overflow.gradients_by_name(optimizers, own.names, model)
         mine = list(overflow.find_overflows(named, own.ranks.rank))
-        overflows = tuple(each for theirs in own.ranks.gather(mine) for each in theirs)
+        gathered = [mine] if local else own.ranks.gather(mine)
+        overflows = tuple(each for theirs in gathered for each in theirs)
+        if not overflows and local:
+            raise StageError(
+                f"overflow_report(local=True) found no inf or NaN in any gradient of rank "
+                f"{own.ranks.rank}. Call overflow_report() on every rank to see those of the others"
+            )
         if not overflows:
             raise StageError(
                 "overflow_report() found no inf or NaN in any gradient of any rank: call it after "

@@ -59,10 +59,15 @@ class ByNorm(NamedTuple):
         return [self.replicated is not None, self.sharded is not None]
 
     @property
+    def call(self) -> str:
+        """The call as ranks compare it, without a limit that lies on a device."""
+        limit = "a tensor" if isinstance(self.skip_above, Tensor) else self.skip_above
+        return f"step(max_norm={self.max_norm}, skip_above={limit})"
+
+    @property
     def text(self) -> str:
-        """What ranks compare, but for a limit on a device."""
-        limit = "late" if isinstance(self.skip_above, Tensor) else self.skip_above
-        return f", max_norm={self.max_norm}, skip_above={limit}, declared={self.declared}"
+        """The declarations as ranks compare them."""
+        return f", declared={self.declared}"
 
     def verdict(self, total: float | Tensor) -> Verdict:
         """Return what follows from the square of the norm, the same on all ranks."""

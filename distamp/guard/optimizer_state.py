@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from distamp import host
 from distamp.errors import StageError
 from distamp.gradients import flag_of
-from distamp.guard.ranks import Flag
+from distamp.guard.ranks import Absence, Flag
 from distamp.optimizers import innermost, unwrapped
 from distamp.sources import GradientSource
 
@@ -59,16 +59,18 @@ class OptimizerState:
         counts: Steps that were taken, that were skipped, skipped ones since the last taken, and
             those that were skipped for their norm.
         last_step: The flag of the last step, for `DistGradScaler.stepped`.
+        was_idle: Whether the last step found no gradient on any rank, and did nothing.
         norm: The norm of the last step that measured one, for `StepGuard.grad_norm`.
     """
 
-    __slots__ = ("__weakref__", "counts", "inside", "last_step", "norm", "optimizer")
+    __slots__ = ("__weakref__", "counts", "inside", "last_step", "norm", "optimizer", "was_idle")
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = _reference(optimizer)
         self.inside = _reference(innermost(optimizer))
         self.counts = (0, 0, 0, 0)
         self.last_step: Flag | None = None
+        self.was_idle = False
         self.norm: float | Tensor | None = None
 
 
@@ -144,6 +146,9 @@ class Resolved:
         ranks: Those that overflowed, where the host knows.
         own: Whether this rank did, where ranks agreed and the host does not know which.
         failed: Whether its step raised, and may be made again until a loss is scaled.
+        absence: Whether it has gradients, on this rank and on any rank.
+        is_silent: Whether its ``step`` in this iteration sends no message, because an earlier call
+            has unscaled its gradients.
     """
 
     given: Any
@@ -159,6 +164,8 @@ class Resolved:
     ranks: tuple[int, ...] | None = None
     own: Flag | None = None
     failed: bool = False
+    absence: Absence = field(default_factory=Absence)
+    is_silent: bool = False
 
 
 def check_unscale(record: dict[str, Any]) -> None:

@@ -1,15 +1,43 @@
-"""All ranks agree: one message of fixed length a call, and what every rank raises.
+"""One message of fixed length for every collective call, and the errors that every rank raises.
 
-One SUM all-reduce, whatever the ranks hold. On the host it is one int64, because gloo wakes a
-thread for each further word. Its upper half is a digest, a hash of all that must be the same on
-every rank; its lower half says how many flags are set, and where any is, the ranks gather which. On
-a device it is eight int32, so that the host need not wait: the digest, and for each of seven
-optimizers on how many ranks it overflowed.
+Every message of a group has the same length and layout, whatever the ranks call. So ranks whose
+calls differ still meet in the same SUM all-reduce. Their digests differ, all ranks gather what each
+one does, and every rank raises. A digest is a hash of everything that must be equal on all ranks:
+the call, its optimizers and arguments, settings, counters, and a failure that a rank has not
+reported yet. The ranks agree if the digests sum up to ``size`` times this rank's. A rank with an
+error adds 1 to its digest.
 
-The ranks agree if the digests sum up to ``size`` times this rank's. A rank with an error sends
-another digest. Where digests differ, all ranks gather what each did and raise. On a device the
-flags are set from the reply by kernels, everywhere if digests differ, and the host reads it at the
-next call.
+On the host a message is two float64 words, which hold integers below 2^53 exactly:
+
+====  ==============================================================================================
+word  content
+====  ==============================================================================================
+0     The square of a norm if the call steps by one; NaN if this rank has another reason to skip.
+      In any other call 1 if this rank has a reason to skip (inf or NaN in a gradient), else 0. If
+      the sum is not finite, or contains such a 1, the ranks gather the reasons.
+1     The digest of at most 31 bits, plus a weight if some optimizer of the call has no gradient
+      here. The weight is 2 to the number of bits that a sum of digests has. If all ranks add the
+      weight, they add up which optimizers have no gradient.
+====  ==============================================================================================
+
+With b the number of bits of the group's size, a digest has min(31, 52 - 2b) bits. The digests are
+exact up to 131,071 ranks, and larger groups are refused.
+
+On a device a message is 32 float64 words, and the host does not wait for the reply:
+
+======  ============================================================================================
+word    content
+======  ============================================================================================
+0       The digest.
+1       The square of a norm, else 0.
+2       A limit of the norm that lies on the device, else 0.
+3       1 if this rank requests that replicas are compared.
+4 - 31  For each of 28 optimizers: 1 if this rank overflowed, plus 2^26 if the optimizer has no
+        gradient here. A call with more optimizers sends several messages.
+======  ============================================================================================
+
+Kernels set the flags from the reply, all of them if digests differ, and the host reads the reply at
+the next call.
 """
 
 from __future__ import annotations
@@ -20,7 +48,8 @@ import math
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,13 +61,19 @@ from distamp import host
 from distamp.errors import GradientError, LockstepError, SettingError, StageError
 from distamp.groups import Group, GroupLike, reach, resolve
 
-__all__ = ["Call", "Flag", "Found", "Ranks"]
+__all__ = ["Absence", "Call", "Flag", "Found", "Problem", "Ranks"]
 
 #: Whether some rank overflowed: a bool where the host knows, else 0-d bool on a device.
 Flag: TypeAlias = "bool | Tensor"
 
-_WORDS = 8
-_HALF = 0xFFFFFFFF
+_WORDS = 32
+#: Words of a device message that do not belong to one optimizer.
+_HEAD = 4
+_PER_MESSAGE = _WORDS - _HEAD
+#: Added to an optimizer's word on a device by a rank that has no gradient of the optimizer.
+_NO_GRADS = float(2**26)
+#: The largest group whose digests have enough bits.
+_MOST_RANKS = 2**17 - 1
 _SUM = dist.AllreduceOptions()
 _SUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
@@ -53,6 +88,35 @@ class Found(NamedTuple):
 
     flag: Flag
     ranks: tuple[int, ...] | None = None
+
+
+class Absence:
+    """Whether an optimizer has gradients, on this rank and on any rank.
+
+    Attributes:
+        here: Whether this rank has no gradient of the optimizer.
+        everywhere: Whether no rank has one. On a device the host knows this when it has read the
+            reply; until then False.
+    """
+
+    __slots__ = ("everywhere", "here")
+
+    def __init__(self, here: bool = False) -> None:
+        self.here = here
+        self.everywhere = False
+
+
+class Problem(NamedTuple):
+    """An error of this rank in a call that every rank makes.
+
+    Args:
+        error: The error that every rank raises.
+        looked: Whether this rank may have changed a gradient before. If no rank has, all ranks
+            keep their records as they were.
+    """
+
+    error: Exception
+    looked: bool
 
 
 class Call(NamedTuple):
@@ -74,17 +138,26 @@ class Call(NamedTuple):
     begun: tuple[float, int]
     scaled: bool
 
-    def alike(self, iteration: int, steps: int, late_settings: str = "") -> dict[str, Any]:
+    def alike(self, counted: _Counted, late_settings: str = "") -> dict[str, Any]:
         """Return what must be the same on every rank; some settings the host learns late."""
         return {
             "call": self.name,
-            "iteration": iteration,
-            "steps": steps,
+            "iteration": counted.iteration,
+            "steps": counted.steps,
             "over": list(zip(self.kinds, self.places, strict=True)),
             "settings": self.settings + late_settings,
             "scale": self.begun[0],
             "growth_tracker": self.begun[1],
         }
+
+
+class _Counted(NamedTuple):
+    """The state of `Ranks` that a message compares, as it was when the message was sent."""
+
+    iteration: int
+    steps: int
+    unsent: tuple[type[Exception], str] | None
+    failure: tuple[int, str] | None
 
 
 class Ranks:
@@ -112,6 +185,14 @@ class Ranks:
         self.clips_agree = False
         # Whether the ranks have told each other that one of them scales its loss.
         self._scales = False
+        # Whether in the last call that raised on all ranks no rank had looked at a gradient.
+        self.nobody_looked = False
+        # An error that this rank raised where no message was due; the next message has it.
+        self._unsent: tuple[type[Exception], str] | None = None
+        # The error of an optimizer's step that raised on this rank, until a state is loaded.
+        self._failure: tuple[int, str] | None = None
+        # Whether all ranks know of inf or NaN that some rank found in this iteration: on the host.
+        self.overflowed = False
         # In which order optimizers came first, since the first message over the group; those that
         # are gone are counted too.
         self._places: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -170,6 +251,7 @@ class Ranks:
             return None
         group = self._group
         if group is None or group.process_group is not process_group:
+            _refuse_large(process_group.size())
             self.restart()
             self._scales = self.clips_agree = False
             self.compared = (0, None)
@@ -182,8 +264,10 @@ class Ranks:
         return self._group
 
     def restart(self) -> None:
-        """Count anew, as over a new group or with a loaded state."""
+        """Count from 0, as over a new group or with a loaded state; forget failed steps."""
         self.iteration = self.steps = 0
+        self._unsent = self._failure = None
+        self.overflowed = False
 
     def place(self, optimizer: object) -> int:
         """Return in which order an optimizer came first, of those that are stepped together."""
@@ -222,6 +306,37 @@ class Ranks:
             copy, then = arriving.popleft()
             then(copy.values())
 
+    # -- errors of one rank that wait for a message ------------------------------------------------
+
+    def send_later(self, error: Exception) -> None:
+        """Store an error of a call that sends no message: the next message of this rank has it.
+
+        Where every rank has the same one, no rank raises it again.
+        """
+        if self._group is not None:
+            self._unsent = _portable(error)
+
+    @contextmanager
+    def errors_sent_later(self) -> Iterator[None]:
+        """Send an error that is raised inside with the next message, and raise it here."""
+        try:
+            yield
+        except Exception as error:
+            self.send_later(error)
+            raise
+
+    def report_failed_step(self, optimizer: str, error: BaseException) -> None:
+        """Store that an optimizer's step raised on this rank after the ranks had agreed on it.
+
+        From the next message on every rank raises, until a state is loaded. Where every rank's
+        step failed with the same error, none does.
+        """
+        if self._group is not None:
+            text = str(error)[:300]
+            text = f"{optimizer}: {type(error).__name__}{text and ': '}{text}"
+            # Counted, because the same error may come again on one rank alone.
+            self._failure = (1 if self._failure is None else self._failure[0] + 1), text
+
     # -- one message -------------------------------------------------------------------------------
 
     def agree(
@@ -229,9 +344,10 @@ class Ranks:
         group: Group,
         call: Call,
         found: Sequence[Flag],
-        error: Exception | None,
-    ) -> list[Found]:
-        """Send what this rank found in the gradients of each optimizer; return what all agree on.
+        absences: Sequence[Absence],
+        problem: Problem | None,
+    ) -> tuple[list[Found], Flag]:
+        """Send this rank's flag of each optimizer; return the flags that all ranks agree on.
 
         On a device an error is raised on all ranks at their next call, and every flag is set.
 
@@ -239,63 +355,29 @@ class Ranks:
             group: From `group`.
             call: What this rank does.
             found: Whether each optimizer's gradients overflowed here.
-            error: What went wrong on this rank while it looked.
+            absences: Whether each optimizer has gradients; completed from the reply.
+            problem: The error of this rank, if there is one.
+
+        Returns:
+            The result for each optimizer, and whether ranks differ, where the host does not know
+            yet; else False, because that raises.
 
         Raises:
             LockstepError: Ranks differ, or a rank is gone.
-            Exception: What went wrong on some rank, on every rank.
+            Exception: An error of some rank, on every rank.
         """
         self.settle()
-        agreed: list[Found] = []
-        most = max(len(found), 1) if group.on_host else _WORDS - 1
-        for start in range(0, max(len(found), 1), most):
-            agreed += self._exchange(group, call, start, found[start : start + most], error)
-        return agreed
-
-    def _exchange(
-        self,
-        group: Group,
-        call: Call,
-        start: int,
-        found: Sequence[Flag],
-        error: Exception | None,
-    ) -> list[Found]:
-        scales = self._scales or call.scaled
-        digest = self._digest(call, start, scales)
-        # Of ranks without an error: one that all of them share differs from it on each.
-        expected = digest * group.size & _HALF
-        digest = digest + (error is not None) & 0x7FFFFFFF
-        counted = self.iteration, self.steps
-        if group.on_host:
-            # The group's own, which nobody else sends while this is waited for.
-            words = group.word.fill_(digest << 32 | sum(map(bool, found)))
-        else:
-            words = _device_words(group, digest, found)
-        reach(group, _reduce, group.process_group, words)
-        if self._scales and not group.on_host:
-
-            def read(values: list[float]) -> None:
-                if int(values[0]) & _HALF != expected or error is not None:
-                    self._compare(group, call, counted, error)
-
-            self.later(words[:1], read)
-            flags = words[1:].ne(0).logical_or_(words[0].ne(_as_int32(expected)))
-            flags = host.moved(flags, group.preferred)
-            return [Found(flag) for flag in flags.unbind()[: len(found)]]
-        if group.on_host:
-            word = int(words.item())
-            summed, counts = word >> 32, [word & _HALF]
-        else:
-            summed, *counts = words.tolist()
-        if summed & _HALF != expected or error is not None or not scales:
-            self._compare(group, call, counted, error)
-        self._scales = True
-        if not any(counts):
-            return [Found(False, ())] * len(found)
-        everyone = self.gather(list(map(bool, found)), group)
+        if not group.on_host:
+            return self._agree_on_device(group, call, found, absences, problem)
+        reasons = list(map(bool, found))
+        total = self._exchange_on_host(group, call, float(any(reasons)), absences, problem)
+        if not total:
+            return [Found(False, ())] * len(found), False
+        self.overflowed = True
+        everyone = self.gather(reasons, group)
         columns = zip(*everyone, strict=True)
         overflowed = [tuple(itertools.compress(group.global_ranks, each)) for each in columns]
-        return [Found(bool(ranks), ranks) for ranks in overflowed]
+        return [Found(bool(ranks), ranks) for ranks in overflowed], False
 
     def agree_on_norm(
         self,
@@ -304,13 +386,13 @@ class Ranks:
         square: float | Tensor,
         limit: Tensor | None,
         asks: bool,
-        error: Exception | None,
+        absences: Sequence[Absence],
+        problem: Problem | None,
     ) -> float | Tensor:
         """Return the sum of what each rank adds to the square of a norm, in one message.
 
-        Two float64: the sum decides flag and clip, and the digest whether ranks do the same. On a
-        device the limit of the norm and whether a rank asks are two more, and the host reads at the
-        next call whether ranks are alike; where they are not, the sum is NaN.
+        The sum decides on the flag and the clip. On a device the host reads at the next call
+        whether ranks are alike; where they are not, the sum is NaN.
 
         Args:
             group: From `group`.
@@ -318,73 +400,247 @@ class Ranks:
             square: A number, or 0-d float64 on the device of the loss scale; returned alike.
             limit: What the norm must not lie above, where the host does not know it.
             asks: Whether replicas are to be compared, on all ranks.
-            error: What went wrong on this rank while it measured.
+            absences: Whether each optimizer has gradients; completed from the reply.
+            problem: The error of this rank, if there is one.
 
         Raises:
             LockstepError: Ranks differ, or a rank is gone.
-            Exception: What went wrong on some rank, on every rank.
+            Exception: An error of some rank, on every rank.
         """
         self.settle()
-        scales = self._scales or call.scaled
-        digest = self._digest(call, 0, scales)
-        expected = float(digest * group.size)
-        counted = self.iteration, self.steps
-        sent = digest + (error is not None or (asks and group.on_host))
+        total: float | Tensor
         if group.on_host:
-            words = torch.tensor([float(square), sent], dtype=torch.float64, device=group.device)
-        else:
-            words = torch.zeros(4, dtype=torch.float64, device=group.device)
-            words[0] = square
-            words[1].fill_(sent)
-            if limit is not None:
-                words[2].copy_(limit, non_blocking=True)
-            words[3].fill_(asks)
-        reach(group, _reduce, group.process_group, words)
-        total = words[0]
-        if self._scales and not group.on_host:
-            alike = words[1].eq(expected)
-            if limit is not None:  # of equal float32 a float64 holds the very sum
-                alike = alike.logical_and(words[2].eq(limit.float() * group.size))
-
-            def read(values: list[float]) -> None:
-                if not values[0] or error is not None:
-                    above = "" if limit is None else f", skip_above={limit.item()}"
-                    self._compare(group, call, counted, error, above)
-                self.clips_agree = self.clips_agree and not values[1]
-
-            self.later(torch.stack((alike.double(), words[3])), read)
-            total = torch.where(alike, total, math.nan)
-        else:
-            if words[1].item() != expected or error is not None or not scales:
-                self._compare(group, call, counted, error)
-                self.clips_agree = False  # a rank asks, or they meet for the first time
-            self._scales = True
+            total = self._exchange_on_host(group, call, float(square), absences, problem, asks)
+            self.overflowed = self.overflowed or not math.isfinite(total)
+            if not isinstance(square, Tensor):
+                return total
+            return torch.full((), total, dtype=torch.float64, device=square.device)
+        some, others = absences[:_PER_MESSAGE], absences[_PER_MESSAGE:]
+        norm = square, limit, asks
+        words, alike = self._exchange_on_device(group, call, 0, (), some, problem, norm)
+        total = torch.where(alike, words[1], math.nan)
+        for start in range(_PER_MESSAGE, len(absences), _PER_MESSAGE):
+            some, others = others[:_PER_MESSAGE], others[_PER_MESSAGE:]
+            self._exchange_on_device(group, call, start, (), some, problem)
         return host.moved(total, square.device) if isinstance(square, Tensor) else total.item()
 
-    def _digest(self, call: Call, start: int, scales: bool) -> int:
+    def announce(
+        self, name: str, settings: str = "", device: torch.device | None = None
+    ) -> Group | None:
+        """Make sure that every rank makes this call now, before it issues collectives of its own.
+
+        Collective: every rank of `process_group` must call this.
+
+        Args:
+            name: The name of the call, as the user typed it: "overflow_report()".
+            settings: Arguments that must be equal on all ranks, as text.
+            device: Where gradients lie. None: where the last message was, else the host.
+
+        Returns:
+            The group, or None for a process alone.
+
+        Raises:
+            LockstepError: A rank makes another call, or has other settings; or a rank is gone.
+            Exception: An error that another rank sends, on every rank.
+        """
+        if device is None:
+            device = torch.device("cpu") if self._group is None else self._group.preferred
+        group = self.group(device)
+        if group is None:
+            return None
+        self.settle()
+        call = Call(name, (), (), settings, (0.0, 0), scaled=True)
+        # It says nothing of scaled losses, about which a step still has to learn.
+        scales, self._scales = self._scales, True
+        try:
+            if group.on_host:
+                self._exchange_on_host(group, call, 0.0, (), None)
+            else:
+                self._exchange_on_device(group, call, 0, (), (), None)
+                self.settle()
+        finally:
+            self._scales = scales
+        return group
+
+    def _begin(
+        self, group: Group, call: Call, start: int, problem: Problem | None
+    ) -> tuple[int, int, _Counted]:
+        """Return the digest that this rank sends, what the sum must be, and what it is of."""
+        counted = _Counted(self.iteration, self.steps, self._unsent, self._failure)
+        self._unsent = None
+        self.nobody_looked = False
+        bits = _digest_bits(group.size)
         kinds = tuple(map(_checksum, call.kinds))
-        counted = self.iteration, self.steps, start
-        words = (_checksum(call.name), *counted, call.places, kinds, call.begun)
-        return hash((*words, _checksum(call.settings), scales)) & 0x7FFFFFFF
+        waiting = _checksum(repr(counted[2:])) if counted[2:] != (None, None) else 0
+        words = (_checksum(call.name), *counted[:2], start, call.places, kinds, call.begun)
+        digest = hash((*words, _checksum(call.settings), call.scaled or self._scales, waiting))
+        # A rank with an error adds 1, for which there is room.
+        digest %= (1 << bits) - 1
+        return digest + (problem is not None), digest * group.size, counted
+
+    def _exchange_on_host(
+        self,
+        group: Group,
+        call: Call,
+        first: float,
+        absences: Sequence[Absence],
+        problem: Problem | None,
+        asks: bool = False,
+    ) -> float:
+        """Send two words; return the sum of the first."""
+        scales = self._scales or call.scaled
+        digest, expected, counted = self._begin(group, call, 0, problem)
+        weight = 1 << (_digest_bits(group.size) + group.size.bit_length())
+        lacking = any(absence.here for absence in absences)
+        sent = digest + (asks and problem is None) + weight * lacking
+        words = torch.tensor((first, float(sent)), dtype=torch.float64, device=group.device)
+        try:
+            reach(group, _reduce, group.process_group, words)
+        except LockstepError as lost:
+            if problem is None:
+                raise
+            raise problem.error from lost  # which is why the others did not come
+        total, summed = words.tolist()
+        without, summed = divmod(int(summed), weight)
+        if summed != expected or problem is not None or not scales:
+            self._compare(group, call, counted, problem)
+            self.clips_agree = False  # a rank asks, or they meet for the first time
+        self._scales = True
+        if without == group.size:
+            self._find_absent(group, absences)
+        return float(total)
+
+    def _find_absent(self, group: Group, absences: Sequence[Absence]) -> None:
+        """Find the optimizers of which no rank has a gradient: each rank lacks those of some."""
+        counts = [float(absence.here) for absence in absences]
+        if len(counts) > 1:
+            words = torch.tensor(counts, dtype=torch.float64, device=group.device)
+            reach(group, _reduce, group.process_group, words)
+            counts = [count / group.size for count in words.tolist()]
+        for absence, count in zip(absences, counts, strict=True):
+            absence.everywhere = count == 1.0
+
+    def _agree_on_device(
+        self,
+        group: Group,
+        call: Call,
+        found: Sequence[Flag],
+        absences: Sequence[Absence],
+        problem: Problem | None,
+    ) -> tuple[list[Found], Flag]:
+        agreed: list[Found] = []
+        differ: Flag = False
+        for start in range(0, max(len(found), 1), _PER_MESSAGE):
+            end = start + _PER_MESSAGE
+            flags, lacking = found[start:end], absences[start:end]
+            words, alike = self._exchange_on_device(group, call, start, flags, lacking, problem)
+            differ = host.moved(alike.logical_not(), group.preferred)
+            counts = words[_HEAD : _HEAD + len(flags)].remainder(_NO_GRADS)
+            set_flags = host.moved(counts.ne(0), group.preferred).logical_or(differ)
+            agreed += [Found(flag) for flag in set_flags.unbind()]
+        return agreed, differ
+
+    def _exchange_on_device(
+        self,
+        group: Group,
+        call: Call,
+        start: int,
+        found: Sequence[Flag],
+        absences: Sequence[Absence],
+        problem: Problem | None,
+        norm: tuple[float | Tensor, Tensor | None, bool] = (0.0, None, False),
+    ) -> tuple[Tensor, Tensor]:
+        """Send the words of a device; return their sums, and whether ranks are alike, 0-d bool."""
+        scales = self._scales or call.scaled
+        digest, expected, counted = self._begin(group, call, start, problem)
+        square, limit, asks = norm
+        words = torch.zeros(_WORDS, dtype=torch.float64, device=group.device)
+        words[0].fill_(digest)
+        words[1] = square
+        if limit is not None:
+            words[2].copy_(limit, non_blocking=True)
+        if asks:
+            words[3].fill_(1.0)
+        for place, flag in enumerate(found, _HEAD):
+            if isinstance(flag, Tensor):
+                words[place].copy_(flag, non_blocking=True)
+            elif flag:
+                words[place].fill_(1.0)
+        for place, absence in enumerate(absences, _HEAD):
+            if absence.here:
+                words[place].add_(_NO_GRADS)
+        try:
+            reach(group, _reduce, group.process_group, words)
+        except LockstepError as lost:
+            if problem is None:
+                raise
+            raise problem.error from lost
+        alike = words[0].eq(float(expected))
+        if limit is not None:  # of equal float32 a float64 holds the very sum
+            alike = alike.logical_and(words[2].eq(limit.float() * group.size))
+
+        def read(values: list[float]) -> None:
+            if not values[0] or problem is not None or not scales:
+                above = "" if limit is None else f", skip_above={limit.item()}"
+                self._compare(group, call, counted, problem, above, late=True)
+            self.clips_agree = self.clips_agree and not values[4]
+            for absence, count in zip(absences, values[1 + _HEAD :], strict=False):
+                absence.everywhere = count // _NO_GRADS == group.size
+
+        self.later(torch.cat((alike.double().view(1), words)), read)
+        if not self._scales:  # the first message of a group tells who scales a loss
+            self.settle()
+        self._scales = True
+        return words, alike
 
     def _compare(
         self,
         group: Group,
         call: Call,
-        counted: tuple[int, int],
-        error: Exception | None,
+        counted: _Counted,
+        problem: Problem | None,
         late_settings: str = "",
+        late: bool = False,
     ) -> None:
-        """Raise on every rank what any rank's message demands; collective."""
-        mine = _portable(error), call.alike(*counted, late_settings), call.scaled
+        """Raise on every rank what any rank's message demands; collective.
+
+        Args:
+            group: The group of the message.
+            call: The call of this rank.
+            counted: The counters and waiting errors in the message.
+            problem: The error of this rank.
+            late_settings: Settings that lie on a device.
+            late: Whether this is read after the call, in which a rank that had not looked at
+                gradients has raised its error already.
+        """
+        mine = {
+            "error": None if problem is None else _portable(problem.error),
+            "looked": problem is None or problem.looked,
+            "alike": call.alike(counted, late_settings),
+            "scaled": call.scaled,
+            "unsent": counted.unsent,
+            "failure": counted.failure,
+        }
         everyone = self.gather(mine, group)
-        for rank, (theirs, *_) in zip(group.global_ranks, everyone, strict=True):
-            if theirs is not None:
-                kind, text = theirs
-                raise error or kind(f"{text} (raised on rank {rank}; every rank stops here)")
-        _, alike, scaled = zip(*everyone, strict=True)
-        _raise_if_differing(group, alike)
-        if not any(scaled):
+        by_rank = list(zip(group.global_ranks, everyone, strict=True))
+        self.nobody_looked = not any(theirs["looked"] for theirs in everyone)
+        if late and self.nobody_looked:
+            return
+        _raise_if_diverged(by_rank)
+        for rank, theirs in by_rank:
+            if theirs["error"] is not None:
+                kind, text = theirs["error"]
+                if problem is not None:
+                    raise problem.error
+                raise kind(f"{text} (raised on rank {rank}; every rank stops here)")
+        if any(theirs["unsent"] != everyone[0]["unsent"] for theirs in everyone):
+            rank, (kind, text) = next((r, t["unsent"]) for r, t in by_rank if t["unsent"])
+            raise kind(
+                f"{text} (raised on rank {rank} in a call that sends nothing to the other ranks; "
+                "every rank stops here, at the next call that does)"
+            )
+        _raise_if_differing(group, [theirs["alike"] for theirs in everyone])
+        if not any(theirs["scaled"] for theirs in everyone):
             raise StageError(
                 f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
                 "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -406,19 +662,17 @@ def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _as_int32(number: int) -> int:
-    return (number + 2**31) % 2**32 - 2**31
+def _digest_bits(size: int) -> int:
+    """Return how many bits a digest has in a group of this size."""
+    return min(31, 52 - 2 * size.bit_length())
 
 
-def _device_words(group: Group, digest: int, found: Sequence[Flag]) -> Tensor:
-    words = torch.zeros(_WORDS, dtype=torch.int32, device=group.device)
-    words[0].fill_(digest)
-    for place, flag in enumerate(found, 1):
-        if isinstance(flag, Tensor):
-            words[place].copy_(flag, non_blocking=True)
-        else:
-            words[place].fill_(flag)
-    return words
+def _refuse_large(size: int) -> None:
+    if size > _MOST_RANKS:
+        raise StageError(
+            f"a group of {size} ranks is larger than the {_MOST_RANKS} whose digests a message "
+            "adds up exactly. Agree over a smaller group: process_group="
+        )
 
 
 def _reduce(group: dist.ProcessGroup, words: Tensor) -> None:
@@ -445,10 +699,26 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
     return (kind, str(error)) if kind in _KNOWN else (RuntimeError, f"{kind.__name__}: {error}")
 
 
+def _raise_if_diverged(by_rank: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """Raise on every rank if a step raised on some rank, and not alike on all of them."""
+    failures = [(rank, theirs["failure"]) for rank, theirs in by_rank]
+    if len({failure for _, failure in failures}) == 1:
+        return
+    lines = [f"  rank {rank}: {failure[1]}" for rank, failure in failures if failure is not None]
+    raise LockstepError(
+        "the replicas have diverged: after the ranks had agreed to step, the step raised on\n"
+        + "\n".join(lines)
+        + "\nOther ranks completed this step, so weights and optimizer state differ between ranks "
+        "now. Load a checkpoint of model, optimizer and scaler on every rank, or start again."
+    )
+
+
 def _raise_if_differing(group: Group, alike: Sequence[dict[str, Any]]) -> None:
     keys = [key for key in alike[0] if any(each[key] != alike[0][key] for each in alike)]
     if not keys:
         return
+    if "call" in keys:  # whose settings differ anyway
+        keys = [key for key in keys if key in ("call", "iteration", "steps", "over")]
     lines = [
         f"  rank {rank}: " + ", ".join(f"{key}={each[key]!r}" for key in keys)
         for rank, each in zip(group.global_ranks, alike, strict=True)

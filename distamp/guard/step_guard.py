@@ -118,9 +118,14 @@ class StepGuard(Steps):
             StageError: No optimizer was looked at since the last ``update``.
             SettingError: Another ``new_scale`` than 1.
         """
-        if new_scale is not None and float(new_scale) != 1.0:
-            raise SettingError(f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}")
-        self._flags(new_scale)
+        self._announce_update()
+        with self._guard.ranks.errors_sent_later():
+            if new_scale is not None and float(new_scale) != 1.0:
+                raise SettingError(
+                    f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}"
+                )
+            self._check_flags(new_scale)
+        self._flags()
         self._end_iteration()
 
     @property
@@ -150,7 +155,10 @@ class StepGuard(Steps):
         if source.casts or host.is_host(found_inf.device):
             return source.unscale(inv_scale, found_inf, allow_fp16)
         # Nothing is divided: on a device a norm only reads.
-        power = power_of(local_gradients(source.parameters()), 2.0, found_inf.device)
+        gradients = local_gradients(source.parameters())
+        if not gradients:
+            return {}
+        power = power_of(gradients, 2.0, found_inf.device)
         return {found_inf.device: found_inf.copy_(power.isfinite().logical_not())}
 
     def _compared(self, divisor: Tensor) -> tuple[str, tuple[float, int], bool]:

@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ from distamp.guard.optimizer_state import (
     check_unscale,
     merged,
 )
-from distamp.guard.ranks import Call, Flag
-from distamp.optimizers import find_closure, innermost, parameters_of, unwrapped
+from distamp.guard.ranks import Absence, Call, Flag, Problem
+from distamp.optimizers import describe, find_closure, innermost, parameters_of, unwrapped
 from distamp.sources import GradientSource, source_of
 
 __all__ = ["Steps", "checked_limit", "outside_the_graph"]
@@ -90,10 +90,33 @@ def checked_limit(limit: Any) -> int | None:
 def _close(ones: Iterable[Resolved], device: torch.device) -> None:
     """Let no step follow in this iteration: every rank raises what one of them found."""
     for one in ones:
+        if one.record["stage"] is OptState.STEPPED:
+            continue
         one.record["stage"] = OptState.STEPPED
         one.record["found_inf_per_device"] = {device: flag_of(True, device)}
         if one.state is not None:
             one.state.last_step = True
+
+
+def _raise_if_absent(optimizer: Any, company: Sequence[Absence]) -> None:
+    """Refuse a step of optimizers of which no rank has a gradient, with torch's own words first.
+
+    Args:
+        optimizer: The first of them.
+        company: Whether gradients are absent, for each optimizer of the call.
+
+    Raises:
+        StageError: No rank has a gradient of any of them.
+    """
+    if not company or not all(absence.everywhere for absence in company):
+        return
+    others = len(company) - 1
+    more = f", nor of the other {others} in this call" if others else ""
+    raise StageError(
+        "No inf checks were recorded for this optimizer. No rank has a gradient of "
+        f"{describe(optimizer)}{more}. Call backward() before step(), and zero_grad() only after "
+        "it. An optimizer that steps inside of the backward pass cannot be guarded: step it here"
+    )
 
 
 def _either(flag: Flag, spike: Flag) -> Flag:
@@ -191,12 +214,18 @@ class Steps(Joins):
             return
         given = optimizers if optimizer is None else (*optimizers, optimizer)
         divisor = self._divisor("unscale_", given)
-        if not given:
-            raise TypeError("unscale_() needs at least one optimizer")
         ones = list(map(self._resolved, given))
-        for one in ones:
-            check_unscale(one.record)
-        self._look("step", divisor, ones)
+        error: Exception | None = None
+        try:
+            if not given:
+                raise TypeError("unscale_() needs at least one optimizer")
+            for one in ones:
+                check_unscale(one.record)
+        except Exception as raised:
+            error = raised
+        self._look("step", divisor, ones, error=error)
+        if error is not None:  # on a device the other ranks raise it at their next call
+            raise error
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         divisor = self._divisor("_check_inf_per_device", optimizer)
@@ -229,7 +258,6 @@ class Steps(Joins):
             record[OWN] = one
         one.only_check = False
         if to_step:
-            check_step(one.record)
             one.takes_flags = takes_flags(one.stepping)
             one.only_check = one.takes_flags and not one.source.casts
         return one
@@ -240,8 +268,9 @@ class Steps(Joins):
         ones: Sequence[Resolved],
         look: Callable[[], object],
         error: Exception | None,
-    ) -> Exception | None:
-        """Do what a rank does by itself; return what went wrong there, which every rank raises."""
+    ) -> Problem | None:
+        """Do what a rank does by itself; return its error, which every rank raises."""
+        looked = False
         try:
             for one in ones:  # first, so that ranks count them alike where one of them cannot look
                 one.state = self._guard.optimizers.find(one.inside) or self._state(one.given)
@@ -249,12 +278,13 @@ class Steps(Joins):
                 raise error
             if len(ones) > 1 and len({id(one.record) for one in ones}) < len(ones):
                 raise StageError("one optimizer was given twice; each is stepped once")
+            looked = True
             look()
         except Exception as raised:
             if group is None:
                 raise
-            error = raised
-        return error
+            return Problem(raised, looked)
+        return None
 
     def _look(
         self,
@@ -287,10 +317,21 @@ class Steps(Joins):
                 then()
 
         group = self._group(divisor.device)
-        error = self._before_message(group, ones, look, error)
-        if group is None:
-            return False
-        return self._agree(group, self._call(name, divisor, ones, arguments), divisor, ones, error)
+        problem = self._before_message(group, ones, look, error)
+        differ: Flag = False
+        if group is not None:
+            call = self._call(name, divisor, ones, arguments)
+            differ = self._agree(group, call, divisor, ones, problem)
+        self._note_absent(group, ones)
+        return differ
+
+    def _note_absent(self, group: Group | None, ones: Sequence[Resolved]) -> None:
+        """Leave no flag of an optimizer of which no rank has a gradient, as torch leaves none."""
+        for one in ones:
+            if group is None:
+                one.absence.everywhere = one.absence.here
+            if one.absence.everywhere:
+                one.record["found_inf_per_device"] = {}
 
     def _look_at(self, one: Resolved, divisor: Tensor) -> None:
         """Write down what torch's own name for it finds in one optimizer's gradients."""
@@ -300,6 +341,7 @@ class Steps(Joins):
         factor = flag_of(True, divisor.device) if one.only_check else self._inverse(divisor)
         allow_fp16 = self._allows_fp16(one.only_check)
         flags = self._unscale_grads_(one.given, factor, found_inf, allow_fp16)
+        one.absence = Absence(here=not flags)
         one.record["found_inf_per_device"] = flags or {divisor.device: found_inf}
         one.agreed, one.ranks, one.own = True, None, None
         if not one.only_check:
@@ -311,29 +353,42 @@ class Steps(Joins):
         call: Call,
         divisor: Tensor,
         ones: Sequence[Resolved],
-        error: Exception | None = None,
+        problem: Problem | None = None,
     ) -> Flag:
         """Replace this rank's flags by what all ranks agree on, in one message; see `_look`."""
         try:
             flags: list[Flag] = [False] * len(ones)
-            if error is None:
+            if problem is None:
                 found = [[*one.record["found_inf_per_device"].values()] for one in ones]
                 flags = [merged(each, divisor.device) for each in found]
-            # One more, which no rank sets: on a device it is set where ranks differ.
-            *agreed, differ = self._guard.ranks.agree(group, call, [*flags, False], error)
-        except Exception:
-            # Some ranks have unscaled their gradients when another finds that it cannot: a second
-            # try would unscale them twice. So this iteration has no step of theirs.
-            _close(ones, divisor.device)
+            absences = [one.absence for one in ones]
+            agreed, differ = self._guard.ranks.agree(group, call, flags, absences, problem)
+        except BaseException as raised:
+            self._close(ones, divisor.device, raised)
             raise
         for one, each, own in zip(ones, agreed, flags, strict=True):
+            if problem is not None and one.record["stage"] is OptState.STEPPED:
+                continue
             one.agreed, one.ranks, one.own = True, each.ranks, own
-            if each.flag is not False or error is not None:  # else no flag here is set
+            if each.flag is not False or problem is not None:  # else no flag here is set
                 tensor = as_tensor(each.flag, divisor.device)
                 one.record["found_inf_per_device"] = {tensor.device: tensor}
-            if error is not None:  # which is raised with the others', later
+            if problem is not None:  # which is raised with the others', later
                 one.record["stage"] = OptState.UNSCALED
-        return differ.flag
+        return differ
+
+    def _close(self, ones: Sequence[Resolved], device: torch.device, raised: BaseException) -> None:
+        """Let no step follow in this iteration if a rank has looked at its gradients.
+
+        Some ranks have unscaled their gradients when another finds that it cannot, and a second
+        call would unscale them twice.
+        """
+        ranks = self._guard.ranks
+        if not isinstance(raised, Exception):  # an interrupt, while other ranks go on to step
+            for one in ones:
+                ranks.report_failed_step(describe(one.holder), raised)
+        if not ranks.nobody_looked:
+            _close(ones, device)
 
     def _call(self, name: str, divisor: Tensor, ones: Sequence[Resolved], arguments: str) -> Call:
         """Return what ranks compare of a call."""
@@ -373,22 +428,28 @@ class Steps(Joins):
             by = by.checked(read_limit=group is not None and group.on_host)
             square, count = self._square(divisor, ones, by, 1 if group is None else group.size)
 
-        error = self._before_message(group, ones, look, error)
-        if error is not None:  # on a device it is raised at the next call; the norm is NaN
+        problem = self._before_message(group, ones, look, error)
+        if problem is not None:  # on a device it is raised at the next call; the norm is NaN
             by, square = ByNorm(None, None), clipping.local_square([], device)[0] * math.nan
         # What was found, as by a clip over more than these, stays found.
         total = _unless_found(square, before, device) if before else square
         if group is not None:
-            call = self._call("step by norm", divisor, ones, by.text)
+            call = self._call(by.call, divisor, ones, by.text)
             try:
                 known, declared = own.ranks.compared
                 asks = count > known or declared != by.declared
-                total = own.ranks.agree_on_norm(group, call, total, by.late_limit, asks, error)
+                absences = [one.absence for one in ones]
+                total = own.ranks.agree_on_norm(
+                    group, call, total, by.late_limit, asks, absences, problem
+                )
                 # One sum does not show that replicas differ.
-                if not own.ranks.clips_agree and self._see_replicas(group, device, ones, by, error):
+                is_right = problem is None
+                if not own.ranks.clips_agree and self._see_replicas(
+                    group, device, ones, by, is_right
+                ):
                     own.ranks.compared = max(count, known), by.declared
-            except Exception:
-                _close(ones, device)
+            except BaseException as raised:
+                self._close(ones, device, raised)
                 raise
         verdict = by.verdict(total)
         own.norm, who = verdict.norm, None
@@ -404,6 +465,7 @@ class Steps(Joins):
             one.agreed, one.ranks, one.own = True, who, bad
             if one.state is not None:
                 one.state.norm = verdict.norm
+        self._note_absent(group, ones)
         return verdict
 
     def _see_replicas(
@@ -412,11 +474,11 @@ class Steps(Joins):
         device: torch.device,
         ones: Sequence[Resolved],
         by: ByNorm,
-        error: Exception | None,
+        is_right: bool,
     ) -> bool:
         """Compare replicas, on all ranks; return whether that showed that they are alike."""
         sums = torch.full((3,), math.nan, dtype=torch.float64, device=device)
-        if error is None:
+        if is_right:
             shares = [clipping.Share(one.source.stepped(), one.source.part) for one in ones]
             sums = clipping.local_sums(shares, 2.0, device, group.size, by.replicated, by.sharded)
         self._compare_replicas(gather_sums(group, sums), 2.0)
@@ -443,6 +505,7 @@ class Steps(Joins):
         unscaled: list[clipping.Share] = []
         set_flags: list[Tensor] = []
         for one in ones:
+            one.absence = Absence(here=not one.source.has_grads())
             if one.record["stage"] is OptState.UNSCALED:
                 one.only_check = False
             elif one.only_check:
@@ -514,32 +577,39 @@ class Steps(Joins):
             "sharded": sharded,
         }
         passed = [name for name, value in norm_arguments.items() if value is not None]
-        if passed:
-            refuse_names(optimizer, *passed)
         by = None
         if max_norm is not None or skip_above is not None:
             by = ByNorm(**norm_arguments)
         if not self._enabled:
+            if passed:
+                refuse_names(optimizer, *passed)
             skipped = self._skips_unguarded([optimizer], by)
             return None if skipped else optimizer.step(*args, **kwargs)
         divisor = self._divisor("step", optimizer)
         one = self._resolved(optimizer, to_step=True)
-        if (args or kwargs) and find_closure(args, kwargs) is not None:
-            error = StageError(
-                "Closure use is not currently supported if GradScaler is enabled, as in torch, nor "
-                "by a StepGuard: in float32 or bfloat16, call optimizer.step(closure) itself"
-            )
-            self._look_to_step(divisor, [one], by, error)
-            raise error
-        verdict = NO_VERDICT
+        try:
+            if passed:
+                refuse_names(optimizer, *passed)
+            check_step(one.record)
+            if (args or kwargs) and find_closure(args, kwargs) is not None:
+                raise StageError(
+                    "Closure use is not currently supported if GradScaler is enabled, as in torch, "
+                    "nor by a StepGuard. In float32 or bfloat16 call optimizer.step(closure) itself"
+                )
+        except Exception as error:
+            self._refuse_step(divisor, [one], by, error)
+            raise
+        verdict, stage = NO_VERDICT, one.record["stage"]
+        one.is_silent = by is None and stage is OptState.UNSCALED
         if by is not None:
             verdict = self._look_by_norm(divisor, [one], by)
-        elif one.record["stage"] is OptState.READY:
+        elif stage is OptState.READY:
             if one.only_check:
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-        return self._apply(one, divisor, args, kwargs, verdict)
+        company = self._refuse_absent([one], [stage])
+        return self._apply(one, divisor, args, kwargs, verdict, company)
 
     @outside_the_graph
     def step_all(
@@ -577,23 +647,90 @@ class Steps(Joins):
             return [None if skipped else optimizer.step() for optimizer in optimizers]
         divisor = self._divisor("step", optimizers)
         ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
-        verdict = self._look_to_step(divisor, ones, by)
-        return [self._apply(one, divisor, (), {}, verdict) for one in ones]
+        try:
+            for one in ones:
+                check_step(one.record)
+        except Exception as error:
+            self._refuse_step(divisor, ones, by, error)
+            raise
+        verdict, stages = NO_VERDICT, [one.record["stage"] for one in ones]
+        ready = [one for one in ones if one.record["stage"] is OptState.READY]
+        for one in ones:
+            one.is_silent = by is None and not ready
+        if by is not None:
+            verdict = self._look_by_norm(divisor, ones, by)
+        elif ready:
+            self._look("step", divisor, ready)
+        company = self._refuse_absent(ones, stages)
+        return [self._apply(one, divisor, (), {}, verdict, company) for one in ones]
 
-    def _look_to_step(
+    def raise_on_all_ranks(
+        self,
+        error: Exception,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        max_norm: float | None = None,
+        skip_above: float | Tensor | None = None,
+        together: bool = False,
+    ) -> NoReturn:
+        """Raise an error on every rank in place of a ``step_all``, for trainers.
+
+        A rank that finds a mistake of its own calls it where the other ranks call ``step_all`` with
+        the same arguments. Every rank then raises, and none steps.
+
+        Args:
+            error: The error.
+            optimizers: As in `step_all`.
+            max_norm: As in `step_all`.
+            skip_above: As in `step_all`.
+            together: As in `step_all`.
+        """
+        if self._enabled:
+            optimizers, by = list(optimizers), None
+            if together or max_norm is not None or skip_above is not None:
+                by = ByNorm(max_norm, skip_above)
+            divisor = self._divisor("step", optimizers)
+            ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
+            self._refuse_step(divisor, ones, by, error)
+        raise error
+
+    def _refuse_step(
         self,
         divisor: Tensor,
         ones: Sequence[Resolved],
         by: ByNorm | None,
-        error: Exception | None = None,
-    ) -> Verdict:
-        """Look at what was not looked at; by a norm, at all."""
+        error: Exception,
+    ) -> None:
+        """Send an error to the ranks that wait for this step's message; the caller raises it.
+
+        A step after ``unscale_`` sends no message on any rank, so its error goes with the next.
+        """
+        silent = [one.is_silent or one.record["stage"] is OptState.UNSCALED for one in ones]
         if by is not None:
-            return self._look_by_norm(divisor, ones, by, error)
-        ready = [one for one in ones if one.record["stage"] is OptState.READY]
-        if ready:
-            self._look("step", divisor, ready, error=error)
-        return NO_VERDICT
+            self._look_by_norm(divisor, ones, by, error)
+        elif ones and all(silent):
+            self._guard.ranks.send_later(error)
+        else:
+            self._look("step", divisor, ones, error=error)
+
+    def _refuse_absent(self, ones: Sequence[Resolved], stages: Sequence[OptState]) -> list[Absence]:
+        """Refuse a step of optimizers of which no rank has a gradient; return their absences.
+
+        Args:
+            ones: The optimizers of the call.
+            stages: Their stages before it, so that they can still be stepped in this iteration.
+
+        Raises:
+            StageError: No rank has a gradient of any of them, as far as the host knows.
+        """
+        company = [one.absence for one in ones]
+        try:
+            _raise_if_absent(ones[0].holder if ones else None, company)
+        except StageError:
+            for one, stage in zip(ones, stages, strict=True):
+                one.record["stage"] = stage
+            raise
+        return company
 
     def _skips_unguarded(self, optimizers: Sequence[Any], by: ByNorm | None) -> bool:
         """Clip where nothing is guarded; return whether the step is skipped for its norm."""
@@ -627,10 +764,13 @@ class Steps(Joins):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         verdict: Verdict,
+        company: Sequence[Absence],
     ) -> Any:
         """Step by the flag, or skip."""
         ranks, record = self._guard.ranks, one.record
         if not record["found_inf_per_device"]:
+            if one.absence.everywhere:
+                return self._pass_over(one)
             raise StageError("No inf checks were recorded for this optimizer.")
         state = one.state
         if state is None or not one.agreed:  # an override, or a framework, wrote the flags down
@@ -643,31 +783,47 @@ class Steps(Joins):
         flags = list(record["found_inf_per_device"].values())
         _, _, spike, factor = verdict
         skip: Flag
+        on_host = False
+        # What waits for the device comes first: ranks learn there in what they differ.
+        if one.takes_flags:
+            ranks.settle(wait=False)
+            skip = _either(merged(flags, divisor.device), spike)
+            if isinstance(skip, Tensor):
+                # torch's fused optimizers copy flag and scale to the parameters, and do not wait.
+                on_host = any(host.is_host(tensor.device) for _, tensor in one.source.stepped())
+                if on_host or leaves_garbage(one.holder):
+                    ranks.settle()
+                    skip = bool(skip)
+        else:
+            ranks.settle()
+            found, spike = any(map(_item, flags)), bool(spike)
+            skip = found or spike
+            if not divisor.is_cpu:
+                # torch's own _maybe_opt_step reads it again.
+                record["found_inf_per_device"] = {_HOST: flag_of(found, _HOST)}
+        if one.absence.everywhere:  # which a device told only now
+            _raise_if_absent(one.holder, company)
+            return self._pass_over(one)
+        result = None
         try:
             if one.takes_flags:
-                ranks.settle(wait=False)
-                skip = _either(merged(flags, divisor.device), spike)
-                result = self._step_fused(one, divisor, skip, factor, args, kwargs)
+                result = self._step_fused(one, divisor, skip, factor, args, kwargs, on_host)
             else:
-                ranks.settle()  # the host waits anyway; so ranks learn first what they differ in
-                found, spike = any(map(_item, flags)), bool(spike)
-                skip, result = found or spike, None
-                if not divisor.is_cpu:
-                    # torch's own _maybe_opt_step reads it again.
-                    record["found_inf_per_device"] = {_HOST: flag_of(found, _HOST)}
                 if (factor := float(factor)) < 1.0:
                     _multiply(one.source, factor, divisor.device)
                 if not spike:
                     result = self._maybe_opt_step(one.given, record, *args, **kwargs)
-        except Exception:
+        except BaseException as error:
             one.failed = True
+            number = sum(state.counts[:2]) + state.counts[3] + 1
+            ranks.report_failed_step(f"step {number} of {describe(one.holder)}", error)
             raise
         record["stage"] = OptState.STEPPED
-        state.last_step = skip
+        state.last_step, state.was_idle = skip, False
         if self._guard.hooks:
             self._tell_hooks(one, skip)
         if isinstance(skip, Tensor):
-            self._count_later(one, state, skip, divisor, spike)
+            self._count_later(one, state, skip, divisor, spike, company)
         else:
             self._count(one, state, skip, divisor, bool(spike))
         return result
@@ -680,8 +836,19 @@ class Steps(Joins):
         factor: float | Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        on_host: bool,
     ) -> Any:
-        """Step one whose own kernel unscales, clips and skips."""
+        """Step one whose own kernel unscales, clips and skips.
+
+        Args:
+            one: The optimizer.
+            divisor: The divisor of its gradients.
+            skip: Whether its kernel does nothing.
+            factor: The factor of the clip.
+            args: Passed to ``optimizer.step``.
+            kwargs: Passed to ``optimizer.step``.
+            on_host: Whether parameters lie on the host and flags do not.
+        """
         optimizer, kind = one.stepping, cast("Any", type(one.stepping))
         asks_the_scaler = "grad_scaler" in names_of_step(kind)  # torch's older protocol
         if isinstance(factor, Tensor) or factor < 1.0:
@@ -691,14 +858,7 @@ class Steps(Joins):
                 factor = 1.0
         if asks_the_scaler:
             return self._step_with_scaler(one.given, skip, args, kwargs)
-        scale = divisor
-        if isinstance(skip, Tensor):
-            # torch's fused optimizers copy flag and scale to where parameters are, and do not wait.
-            on_host = any(host.is_host(tensor.device) for _, tensor in one.source.stepped())
-            if on_host or leaves_garbage(one.holder):
-                self._guard.ranks.settle()
-                skip = bool(skip)
-            scale = host.moved(scale, _HOST) if on_host else scale
+        scale = host.moved(divisor, _HOST) if on_host else divisor
         torchs = kind.__module__.startswith("torch.optim.")
         if skip is True and torchs:
             return None  # its kernel would do nothing, or leave garbage
@@ -744,13 +904,26 @@ class Steps(Joins):
 
     # -- what a step leaves ------------------------------------------------------------------------
 
+    def _pass_over(self, one: Resolved) -> None:
+        """Do nothing for an optimizer that is idle beside others: no rank has its gradients."""
+        state = one.state
+        assert state is not None
+        one.record["stage"] = OptState.STEPPED
+        state.last_step, state.was_idle = False, True
+
     def _tell_hooks(self, one: Resolved, flag: Flag) -> None:
         parameters = [*one.source.parameters(), *(stepped for _, stepped in one.source.stepped())]
         for hook in self._guard.hooks:
             hook.step_ended(parameters, as_tensor(flag, _HOST))
 
     def _count_later(
-        self, one: Resolved, state: OptimizerState, skip: Tensor, divisor: Tensor, spike: Flag
+        self,
+        one: Resolved,
+        state: OptimizerState,
+        skip: Tensor,
+        divisor: Tensor,
+        spike: Flag,
+        company: Sequence[Absence],
     ) -> None:
         """Count a step when the host learns of it."""
         values = [skip, divisor, as_tensor(spike, skip.device)]
@@ -759,6 +932,11 @@ class Steps(Joins):
         seen = replace(one, given=None, inside=None, stepping=None, record={})
 
         def read(v: list[float]) -> None:
+            if seen.absence.everywhere:
+                state.was_idle = True
+                if company[0] is seen.absence:  # once for all optimizers of the call
+                    _raise_if_absent(seen.holder, company)
+                return
             seen.own = bool(v[3]) if v[3:] else None
             self._count(seen, state, bool(v[0]), v[1], bool(v[2]))
 
@@ -801,15 +979,30 @@ class Steps(Joins):
                 "catch this, and before zero_grad() call overflow_report() on every rank"
             )
 
-    def _flags(self, new_scale: object = None) -> list[Tensor]:
-        """Return the flags of this iteration, which a scale that is set does without.
+    def _announce_update(self) -> None:
+        """Send a message before an ``update`` that follows inf or NaN.
+
+        There one rank alone may have called ``overflow_report`` in its place, and every rank knows
+        that it is such an iteration.
+        """
+        ranks = self._guard.ranks
+        if ranks.overflowed:
+            ranks.overflowed = False
+            ranks.announce("update()")
+
+    def _check_flags(self, new_scale: object) -> None:
+        """Refuse an update before any flag is there, except one that sets the scale."""
+        records = self._per_optimizer_states.values()
+        if new_scale is None and not any(record["found_inf_per_device"] for record in records):
+            raise StageError("No inf checks were recorded prior to update.")
+
+    def _flags(self) -> list[Tensor]:
+        """Return the flags of this iteration.
 
         By them a step that was kept is replayed, before the scale moves.
         """
         records, replay = self._per_optimizer_states.values(), self._guard.replay
         flags = [flag for r in records for flag in r["found_inf_per_device"].values()]
-        if new_scale is None and not flags:
-            raise StageError("No inf checks were recorded prior to update.")
         if replay is not None:
             stepped = [p for each, _ in self._guard.optimizers.live() for p in parameters_of(each)]
             replay.step_ended(lambda: any(map(bool, flags)), self._divides, stepped)
@@ -947,5 +1140,7 @@ class Steps(Joins):
                 one.record["found_inf_per_device"] = {
                     device: as_tensor(merged(flags, device), device)
                 }
+        if error is not None:  # on a device the other ranks raise it at their next call
+            raise error
         clipping.clip_(chosen.multiplied, norm, max_norm)
         return norm

@@ -265,6 +265,13 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         scale, tracker = self._check_scale_growth_tracker("update")
         on_host = scale.is_cpu
         before: float | Tensor = scale.item() if on_host else scale.clone()
+        value = 0.0
+        self._announce_update()
+        with self._guard.ranks.errors_sent_later():
+            self._check_flags(new_scale)
+            if new_scale is not None:
+                rule, number = own.settings.schedule, settings.one_number(new_scale)
+                value = rule.checked_scale(number, "new_scale")
         if new_scale is None:
             flags = self._flags()
             found_inf = flags[0]
@@ -274,7 +281,6 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
                 own.hysteresis = torch.full_like(tracker, own.hysteresis)
             own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
         else:
-            value = own.settings.schedule.checked_scale(settings.one_number(new_scale), "new_scale")
             scale.fill_(value)
             own.begun = (value, own.begun[1])
             self._guard.ranks.steps += 1

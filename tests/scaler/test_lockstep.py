@@ -65,9 +65,11 @@ def makes_another_call(job: Job) -> None:
 
 def steps_in_another_order(job: Job, twins: bool) -> None:
     """Of two classes, or of one; that order is known from the iteration before."""
-    other = sgd()[1] if twins else job.b
+    parameter, twin = sgd()
+    other = twin if twins else job.b
     for turned in (False, job.odd):
         job.backward()
+        backward(job.scaler, parameter, [0.25])
         for optimizer in (job.a, other)[:: -1 if turned else 1]:
             job.scaler.step(optimizer)
         job.scaler.update()

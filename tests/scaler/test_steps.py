@@ -18,13 +18,17 @@ from tests.scaler.steps import INF, NAN, backward, cpu_scaler, leaf, sgd, torch_
 # -- what overflows, and what does not -------------------------------------------------------------
 
 
-def test_an_optimizer_without_any_gradient_takes_a_clean_step_where_torch_asserts():
-    for parameters in ([leaf(1.0)], [{"params": []}]):
-        optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), cpu_scaler(growth_interval=1)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    "parameters", [[leaf(1.0)], [{"params": []}]], ids=["no gradient", "empty"]
+)
+def test_a_step_without_any_gradient_raises_as_torchs_does(parameters, max_norm):
+    optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), cpu_scaler(growth_interval=1)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(StageError, match=r"No inf checks were recorded for this optimizer\."):
+        scaler.step(optimizer, max_norm=max_norm)
+    with pytest.raises(StageError, match=r"No inf checks were recorded prior to update\."):
         scaler.update()
-        assert (scaler.get_scale(), scaler.stepped(optimizer)) == (2048.0, True)
 
 
 ROWS = {
