@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.formats import Feedback
-from distamp.host import moved
+from distamp.comm_hooks.formats import BLOCK, Feedback
+from distamp.host import is_host, moved
 
-__all__ = ["ErrorFeedback"]
+__all__ = ["ErrorFeedback", "Residual"]
 
 # 7: what is done with a bucket is one of two words in the keys of residuals.
 _VERSION = 7
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The rounding error that one bucket waits to send, and the iteration that wrote each block.
+
+    A block that is exchanged in no later iteration, because its layer drops out, keeps both.
+
+    Args:
+        values: fp32, 1-D, whole blocks.
+        written: bool, for each block: whether an exchange of this iteration wrote it.
+    """
+
+    values: Tensor
+    written: Tensor
+
+    @classmethod
+    def from_values(cls, values: Tensor) -> Residual:
+        """Return a residual that no exchange of this iteration wrote."""
+        written = torch.zeros(values.numel() // BLOCK, dtype=torch.bool, device=values.device)
+        return cls(values, written)
+
+    def drop_written(self, skipped: Tensor) -> None:
+        """Set the blocks that this iteration wrote to zero where ``skipped`` is not 0.
+
+        Args:
+            skipped: 0-d, on any device; the host does not wait for a device.
+        """
+        dropped = self.written & (moved(skipped, self.values.device) != 0)
+        self.values.view(-1, BLOCK).masked_fill_(dropped.unsqueeze(1), 0.0)
 
 
 class ErrorFeedback:
@@ -30,18 +61,16 @@ class ErrorFeedback:
 
     # What survives a call. Residuals, by a bucket's name and the identities of its parameters.
     # Names, by which a checkpoint knows these, and what of a loaded state is in no bucket yet. The
-    # loss scale once a scaler told it; by device what `Feedback.units` says, written in place,
+    # loss scale once a scaler told it; by device what `Feedback.scale` says, written in place,
     # since a recorded graph reads it; whether the backward passes of this iteration have that
-    # scale, whether one of its optimizers has stepped, and whether residuals are in unscaled units.
-    # In which levels buckets are exchanged.
+    # scale, and whether residuals are in unscaled units. In which levels buckets are exchanged.
     def __init__(self) -> None:
-        self._residuals: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+        self._residuals: dict[tuple[str, tuple[int, ...]], list[Residual]] = {}
         self._names: dict[int, str] = {}
         self._loaded: dict[str, list[Tensor]] = {}
         self._scale: Tensor | None = None
         self._units: dict[torch.device, Tensor] = {}
         self._scaled_now = False
-        self._stepped_now = False
         self._scaled = False
         self._levels: set[str] = set()
 
@@ -57,19 +86,21 @@ class ErrorFeedback:
             device: Where they lie.
         """
         key = where, tuple(map(id, parameters))
-        found = self._residuals.get(key, [])
-        if not _fits(found, numels):
+        residuals = self._residuals.get(key, [])
+        if not _fits([residual.values for residual in residuals], numels):
             # DDP makes other buckets after the first pass.
             mine = {*key[1]}
             for other in [k for k in self._residuals if k[0] == where and mine & {*k[1]}]:
                 del self._residuals[other]
             loaded = self._loaded.pop(self._name(key), [])
-            found = [torch.zeros(n, dtype=torch.float32, device=device) for n in numels]
             if _fits(loaded, numels):
-                found = [each.to(device, copy=True) for each in loaded]
-            self._residuals[key] = found
-        units = self._units_of(device)
-        return [Feedback(each, units) for each in found]
+                values = [tensor.to(device, copy=True) for tensor in loaded]
+            else:
+                values = [torch.zeros(n, dtype=torch.float32, device=device) for n in numels]
+            residuals = [Residual.from_values(tensor) for tensor in values]
+            self._residuals[key] = residuals
+        scale = self._units_of(device)
+        return [Feedback(residual.values, residual.written, scale) for residual in residuals]
 
     def _name(self, key: tuple[str, tuple[int, ...]]) -> str:
         where, parameters = key
@@ -80,9 +111,9 @@ class ErrorFeedback:
         # A rank without more inputs is in no backward pass, and keeps to the scale it heard last.
         known = self._scale is None or self._scaled_now or not torch_compat.in_backward_pass()
         if not known:
-            return torch.ones(3, dtype=torch.float32, device=device)
+            return torch.ones(2, dtype=torch.float32, device=device)
         if device not in self._units:
-            self._units[device] = torch.ones(3, dtype=torch.float32, device=device)
+            self._units[device] = torch.ones(2, dtype=torch.float32, device=device)
             self._read_scale()
         return self._units[device]
 
@@ -99,19 +130,28 @@ class ErrorFeedback:
     def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
         """See `distamp.protocols.CommHook.step_ended`.
 
-        What rounding took of a step that is not taken belongs to nothing; where one of several
-        optimizers skips, all begin again.
+        The rounding error of a skipped step is dropped here, and not at the bucket's next exchange,
+        because a layer may drop out of the next iterations, or a second micro-batch may exchange
+        the bucket again. If one of several optimizers skips, all buckets that the iteration
+        exchanged so far lose their residuals. A bucket that the iteration did not exchange keeps
+        its residual.
         """
-        for units in self._units.values():
-            taken = 1 - moved(found_inf, units.device)
-            units[2].copy_(units[2] * taken if self._stepped_now else taken)
-        self._stepped_now = True
+        if is_host(found_inf.device) and not bool(found_inf):
+            return
+        for residual in self._all_residuals():
+            residual.drop_written(found_inf)
 
     def iteration_ended(self) -> None:
         """See `distamp.protocols.CommHook.iteration_ended`."""
-        self._scaled_now = self._stepped_now = False
+        self._scaled_now = False
+        for residual in self._all_residuals():
+            residual.written.zero_()
         # The scaler may have written the next scale into the same tensor.
         self._read_scale()
+
+    def _all_residuals(self) -> Iterator[Residual]:
+        for residuals in self._residuals.values():
+            yield from residuals
 
     def _read_scale(self) -> None:
         if self._scale is None:
@@ -138,17 +178,14 @@ class ErrorFeedback:
             RuntimeError: Of a hook with error feedback that knows no names of parameters.
         """
         residuals = dict(self._loaded)
-        for key, found in self._residuals.items():
+        for key, known in self._residuals.items():
             if not all(each in self._names for each in key[1]):
                 raise RuntimeError(
                     "this hook knows no names of parameters, and equal buckets would be saved as "
                     "one: call state.name_parameters(model.module.named_parameters()) first, or "
                     "register it by distamp.comm_hooks.register"
                 )
-            residuals[self._name(key)] = [
-                self._units[each.device][2] * each if each.device in self._units else each.clone()
-                for each in found
-            ]
+            residuals[self._name(key)] = [residual.values.clone() for residual in known]
         return {
             "version": _VERSION,
             "ranks": dist.get_world_size(),
@@ -185,8 +222,6 @@ class ErrorFeedback:
             )
             residuals = {}
         self._residuals = {}
-        for units in self._units.values():
-            units[2].fill_(1.0)
         self._scaled, self._loaded = state_dict["scaled"], residuals
 
 

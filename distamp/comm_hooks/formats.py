@@ -38,6 +38,7 @@ __all__ = [
     "Source",
     "WireFormat",
     "as_it_is",
+    "checked_format",
     "decode",
     "encode",
     "sum_encode",
@@ -137,6 +138,22 @@ def wire_format(name: str) -> WireFormat:
     return WIRE_FORMATS[name]
 
 
+def checked_format(wire: str | WireFormat) -> WireFormat:
+    """Return a format that this library can encode, or one that stands for uncompressed gradients.
+
+    Raises:
+        ValueError: There is no arithmetic for the format.
+    """
+    if not isinstance(wire, WireFormat):
+        return wire_format(wire)
+    if wire in (*WIRE_FORMATS.values(), TORCHS, as_it_is(wire.payload)):
+        return wire
+    raise ValueError(
+        f"{wire} is not one of WIRE_FORMATS, and the library has no arithmetic to encode it. Give "
+        f"the name of a format: {', '.join(WIRE_FORMATS)}"
+    )
+
+
 class Places:
     """Where encoded elements lie in a flat tensor: the same pattern once for each offset.
 
@@ -202,21 +219,25 @@ class Source(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """What rounding took from the same elements before, and is to take now.
+    """The rounding error of an earlier exchange of the same elements, which this one replaces.
 
     Args:
-        residual: fp32, an element for each of the rows; in unscaled units; written in place. That
-            of a block of zeros waits: nobody would read what is sent of a parameter not used.
-        units: fp32 (3,): the loss scale that the values were multiplied by, its reciprocal, and
-            what the residual is multiplied by first: 0 where its step was skipped, else 1.
+        residual: fp32, an element for each of the rows; in unscaled units; written in place. The
+            residual of a block of zeros waits: nobody would read what is sent of a parameter that
+            was not used.
+        written: bool, an element for each block; set to True where its residual is written.
+        scale: fp32 (2,): the loss scale that the values were multiplied by, and its reciprocal.
     """
 
     residual: Tensor
-    units: Tensor
+    written: Tensor
+    scale: Tensor
 
     def part(self, start: int, length: int) -> Feedback:
-        """Return that of some of the elements."""
-        return Feedback(self.residual[start : start + length], self.units)
+        """Return the feedback of some of the elements, which are whole blocks."""
+        stop = start + length
+        written = self.written[start // BLOCK : stop // BLOCK]
+        return Feedback(self.residual[start:stop], written, self.scale)
 
 
 def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
@@ -345,11 +366,10 @@ def _write(
     units, payload = piece
     blocks, idle = total.view(-1, BLOCK), None
     if feedback is not None:
-        feedback.residual.mul_(feedback.units[2])
         # On a host a look at each block's first element spares passes, too.
         if total.device.type != "cpu" or not bool(blocks[:, 0].all()):
             idle = ~blocks.any(1, keepdim=True)
-        back = torch.mul(feedback.residual, feedback.units[0], out=spare).view(-1, BLOCK)
+        back = torch.mul(feedback.residual, feedback.scale[0], out=spare).view(-1, BLOCK)
         blocks.add_(back if idle is None else back.masked_fill_(idle, 0.0))
     if not wire.top:
         payload.copy_(blocks)
@@ -374,12 +394,17 @@ def _write(
     units.copy_(unit.squeeze(1))
     payload.copy_(scaled)
     if feedback is not None:
-        left = blocks.sub_(scaled.mul_(unit)).mul_(feedback.units[1])
+        left = blocks.sub_(scaled.mul_(unit)).mul_(feedback.scale[1])
         if bad is not None:
             # A block that is not finite leaves nothing for later exchanges.
             left.nan_to_num_(0.0, 0.0, 0.0)
         kept = feedback.residual.view(-1, BLOCK)
-        kept.copy_(left if idle is None else torch.where(idle, kept, left))
+        if idle is None:
+            kept.copy_(left)
+            feedback.written.fill_(True)
+        else:
+            kept.copy_(torch.where(idle, kept, left))
+            feedback.written.logical_or_(idle.squeeze(1).logical_not_())
 
 
 def _units(wire: WireFormat, amax: Tensor) -> Tensor:

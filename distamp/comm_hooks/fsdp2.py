@@ -218,6 +218,13 @@ def _refusal(
 ) -> str | None:
     """Return why a module takes no hook, or has replicas that hold other shards."""
     name, (shards, by_torch) = type(module).__name__, torch_compat.mesh_groups(group)
+    count = len(torch_compat.param_groups(module))
+    if count > 1:
+        return (
+            f"{name} has {count} groups of parameters, because its shard_placement_fn returns "
+            "several meshes, and torch takes no hook for such a module: apply fully_shard to a "
+            "module for each mesh"
+        )
     by_hook = replicas is not None or by_torch is not None
     custom = torch_compat.custom_collective(group, gathers, by_hook)
     if custom is not None:

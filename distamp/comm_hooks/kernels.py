@@ -130,7 +130,7 @@ def _summed(
 
 @triton.jit
 def _write(
-    x, residual, scale, units, unit_stride, payload, stride, number, blocks, there,
+    x, residual, marks, scale, units, unit_stride, payload, stride, number, blocks, there,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
 ):  # fmt: skip
     """Write blocks of fp32, and what rounding took from them."""
@@ -140,7 +140,7 @@ def _write(
     if FED:
         # What a block of zeros has kept waits.
         idle = tl.max((x != 0).to(tl.int32), 1) == 0
-        back = tl.load(kept, mask=inside, other=0.0) * tl.load(scale + 2)
+        back = tl.load(kept, mask=inside, other=0.0)
         x = tl.where(idle[:, None], x, x + back * tl.load(scale))
     row, block = number // blocks, number % blocks
     at = payload + (row * stride + block * 256)[:, None] + lanes
@@ -172,6 +172,8 @@ def _write(
                 left = (x - whole * unit[:, None]) * tl.load(scale + 1)
                 left = tl.where(spoilt[:, None], 0.0, left)
                 tl.store(kept, tl.where(idle[:, None], back, left), mask=inside)
+                fresh = tl.full(idle.shape, 1, tl.int8)
+                tl.store(marks + number, fresh, mask=there & (idle == 0))
         tl.store(units + row * unit_stride + block, written.to(tl.int16), mask=there)
 
 
@@ -180,7 +182,7 @@ def _write(
 
 @triton.jit(do_not_specialize=COUNTS)
 def encode_kernel(
-    values, others, more, other_stride, inverse, table, own, residual, scale,
+    values, others, more, other_stride, inverse, table, own, residual, marks, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCKS_: tl.constexpr,
@@ -190,7 +192,7 @@ def encode_kernel(
     there = (number < count) & (number // blocks != own)
     x = _loaded(values, others, more, other_stride, inverse, table, number, there, ALIGNED)
     _write(
-        x, residual, scale, units, unit_stride, payload, stride, number, blocks, there,
+        x, residual, marks, scale, units, unit_stride, payload, stride, number, blocks, there,
         KIND, TOP, LIMIT, FED,
     )  # fmt: skip
 
@@ -198,7 +200,7 @@ def encode_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def sum_encode_kernel(
     values, others, more, other_stride, inverse, table, own,
-    given_units, given_unit_stride, given, given_stride, rows, residual, scale,
+    given_units, given_unit_stride, given, given_stride, rows, residual, marks, scale,
     units, unit_stride, payload, stride, count, blocks,
     KIND: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr, FED: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCKS_: tl.constexpr,
@@ -210,8 +212,8 @@ def sum_encode_kernel(
         given_units, given_unit_stride, given, given_stride, rows, number, count, KIND, ALIGNED,
     )  # fmt: skip
     _write(
-        x, residual, scale, units, unit_stride, payload, stride, number, blocks, number < count,
-        KIND, TOP, LIMIT, FED,
+        x, residual, marks, scale, units, unit_stride, payload, stride, number, blocks,
+        number < count, KIND, TOP, LIMIT, FED,
     )  # fmt: skip
 
 
@@ -253,7 +255,7 @@ def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | N
     """Do as `formats.encode`."""
     count = source.places.numel
     # Residuals that a format does not have are not read.
-    fed = feedback or (out, out)
+    fed = _fed(feedback, out)
     arguments = (*_given(source), *fed, *_views(wire, out, count // len(out)))
     known = constants(wire, source.places, writes=True, fed=feedback is not None)
     _launch(encode_kernel, arguments, count, count // len(out), known)
@@ -269,7 +271,7 @@ def sum_encode(
     """Do as `formats.sum_encode`."""
     numel = source.places.numel // len(given)
     read = (*_given(source), *_views(wire, given, numel), len(given))
-    fed = feedback or (given, given)
+    fed = _fed(feedback, given)
     arguments = (*read, *fed, *_views(wire, out.view(1, -1), numel))
     known = constants(wire, source.places, writes=True, fed=feedback is not None)
     _launch(sum_encode_kernel, arguments, numel, numel, known)
@@ -312,6 +314,13 @@ def _launch(
     options = {} if type(kernel).__name__ == "InterpretedFunction" else OPTIONS
     many, each = programs(numel // BLOCK)
     kernel[(many,)](*arguments, numel // BLOCK, row // BLOCK, **known, BLOCKS_=each, **options)
+
+
+def _fed(feedback: Feedback | None, unread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return feedback as kernels take it."""
+    if feedback is None:
+        return unread, unread, unread
+    return feedback.residual, feedback.written.view(torch.int8), feedback.scale
 
 
 def _given(source: Source) -> tuple[Any, ...]:

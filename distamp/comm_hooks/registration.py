@@ -110,9 +110,15 @@ def register(
         choice, chosen, tables = auto(wrapped, tables)
     state = CommHookState(chosen, wrapped.over[0])
     state.counts.choice = choice
+    state.gather = gathers
     if chosen.encodes or gathers is not None:
         connect(state, wrapped, tables)
-    wrapped.attach(state, gathers, tables)
+    try:
+        wrapped.attach(state, gathers, tables)
+    except Exception:
+        # The model takes no hook, and nothing would give the connections back.
+        state.close()
+        raise
     setattr(torch_compat.not_compiled(model), _MARK, state)
     return state
 

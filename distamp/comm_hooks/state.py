@@ -18,7 +18,7 @@ from torch.futures import Future
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.exchange import Exchange
 from distamp.comm_hooks.feedback import ErrorFeedback
-from distamp.comm_hooks.formats import Feedback, WireFormat, wire_format
+from distamp.comm_hooks.formats import Feedback, WireFormat, checked_format
 from distamp.comm_hooks.hosts import Hosts, agreed
 from distamp.comm_hooks.plans import Plan
 from distamp.comm_hooks.stats import HookStats
@@ -28,6 +28,9 @@ __all__ = ["NO_FEWER", "UNEVEN", "CommHookState", "reals_in", "state_of"]
 # Why gradients or weights go as they are.
 UNEVEN = "hosts have different numbers of ranks"
 NO_FEWER = "too few elements, or too narrow ones, to be fewer bytes in blocks"
+_PARTLY_USED = (
+    "FSDP2 left out parameters of a module that were not used, and error feedback cannot tell which"
+)
 
 
 def reals_in(parameter: Tensor) -> int:
@@ -45,11 +48,11 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
     alone: torch registers no hook on a copy of a module, so it says how to.
 
     Args:
-        wire: The format on the way: a name of `WIRE_FORMATS`.
+        wire: The format on the way: a name of `WIRE_FORMATS`, or one of its values.
         process_group: The ranks to average over; None is the default group when first used.
 
     Raises:
-        ValueError: Unknown format.
+        ValueError: The format is not one of `WIRE_FORMATS`.
     """
 
     # What survives a call, beside what rounding took. The wire, what is counted, the group.
@@ -58,7 +61,9 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
         self, wire: str | WireFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        self.wire = wire if isinstance(wire, WireFormat) else wire_format(wire)
+        self.wire = checked_format(wire)
+        #: The format in which FSDP2 gathers weights, if `register` was called with ``gather``.
+        self.gather: WireFormat | None = None
         self.counts = HookStats()
         given = None if process_group is None else weakref.ref(process_group)
         self._group: Callable[[], ProcessGroup | None] = given or torch_compat.default_group
@@ -166,8 +171,10 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
         if group.size() == 1 or values.numel() == 0:
             return torch_compat.completed(shard.copy_(values / divisor))
         kind = "buckets" if out is None else "shards"
-        # FSDP leaves out what was not used.
+        # FSDP2 reduces gradients of parameters that were used, and does not say which were.
         if sum(numels) != shard.numel():
+            if self.wire.needs_error_feedback:
+                return self.reduce_as_it_is(values, group, divisor, out, _PARTLY_USED)
             numels = [shard.numel()]
         planned = self.planned(kind, group, values.device, values.dtype, numels, parameters)
         if isinstance(planned, str):

@@ -345,6 +345,11 @@ class Amp:
         words["norms"] = (*words["norms"], *frozen)
         # Beside its format's dtype a hook has the level's, for what would grow in it.
         words["reduce"] = (*words["reduce"], *(hook.wire.payload for hook in self.comm_hooks))
+        gathers = [hook.gather.payload for hook in self.comm_hooks if hook.gather is not None]
+        level_gathers = words["gather"]
+        if isinstance(level_gathers, str):
+            level_gathers = (level_gathers,)
+        words["gather"] = (*level_gathers, *gathers)
         found = Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
         found.unseen += matched(self.models, self.precision, self.scaler.process_group)[1]
         return found

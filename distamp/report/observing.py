@@ -109,8 +109,11 @@ class Observer(Follower):
             stack.enter_context(self.following())
             yield
         for key, hook in self._hooks.items():
-            for wire, size in (Counter(hook.stats().bytes_sent) - before[key]).items():
-                seen = Seen("reduce", "", wire, "communication hook", "backward")
+            for sent, size in (Counter(hook.stats().bytes_sent) - before[key]).items():
+                # A hook that gathers weights counts them as "int8 weights".
+                wire = sent.removesuffix(" weights")
+                part, phase = ("reduce", "backward") if wire == sent else ("gather", "forward")
+                seen = Seen(part, "", wire, "communication hook", phase)
                 self.seen[seen] = 1, int(size)
         for each, name in self.named_parameters():
             if each.is_floating_point():

@@ -33,6 +33,7 @@ TYPES = {
     **dict.fromkeys(("more", "own", "rows"), "i32"),
     **dict.fromkeys(("values", "others", "out", "residual", "scale"), "*fp32"),
     "table": "*i64",
+    "marks": "*i8",
     "inverse": "fp32",
 }
 

@@ -11,11 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import auto
+from distamp.comm_hooks import WIRE_FORMATS, WireFormat, auto
 from distamp.comm_hooks.auto import choose, timed_choice
 from distamp.comm_hooks.stats import Choice
 from distamp.errors import LockstepError
@@ -95,6 +101,61 @@ def test_what_does_not_fit_is_refused(said):
     refused = (TypeError, ValueError, RuntimeError, AssertionError)  # the last is FSDP1's own
     with pytest.raises(refused, match=re.escape(said)):
         comm_hooks.register(model, **options)
+
+
+def _with_two_meshes_in_a_module() -> Any:
+    """Linear layers of which the first is a unit, and the second has biases on another mesh."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch 2.11 takes one mesh for a module")
+    world = mesh((2, 2), ("replicate", "shard"))
+    halves = common.FSDPMeshInfo(world["shard"], shard_mesh_dim=0)
+    everyone = common.FSDPMeshInfo(mesh((4,), ("all",)), shard_mesh_dim=0)
+
+    def place(parameter: Tensor) -> Any:
+        mesh_info = halves if parameter.dim() == 1 else everyone
+        return common.ShardPlacementResult(Shard(0), mesh_info)
+
+    model = mlp(64, 64, 64)
+    fully_shard(model[0], mesh=everyone.mesh)
+    return fully_shard(model, mesh=everyone.mesh, shard_placement_fn=place)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("options", [{}, {"wire": "int8", "gather": "int8"}], ids=["fp16", "int8"])
+def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(options):
+    model, plain = _with_two_meshes_in_a_module(), _with_two_meshes_in_a_module()
+    with pytest.raises(ValueError, match=r"FSDPSequential has 2 groups .* fully_shard to a module"):
+        comm_hooks.register(model, **options)
+    x = inputs(0, 64)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    # Any wire format would have rounded the gradients of the first layer.
+    assert torch.equal(full_gradients(model), full_gradients(plain))
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        WireFormat("fp8", torch.float8_e4m3fn, 448),
+        WireFormat("int16", torch.int16, 32767),
+        WireFormat("int8", torch.int8, 63),
+    ],
+    ids=["a new name", "another new name", "another meaning of a name"],
+)
+def test_a_format_of_the_users_own_is_refused(wire):
+    with pytest.raises(ValueError, match=r"is not one of WIRE_FORMATS.*: fp16, bf16, int8"):
+        comm_hooks.CommHookState(wire)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wire", WIRE_FORMATS.values(), ids=list(WIRE_FORMATS))
+def test_a_format_of_the_table_is_taken_for_its_name(wire):
+    model = DistributedDataParallel(mlp(*WIDTHS))
+    with comm_hooks.CommHookState(wire) as hook:
+        model.register_comm_hook(hook, comm_hooks.fp16_compress_hook)
+        model(inputs(0, WIDTHS[0])).sum().backward()
+        assert list(hook.stats().bytes_sent) == [wire.name]
 
 
 @on_ranks(2)

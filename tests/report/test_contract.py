@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import distamp
 from distamp import Breaches, Contract, SettingError
-from distamp.comm_hooks import WIRE_FORMATS, auto
+from distamp.comm_hooks import WIRE_FORMATS, auto, register
 from distamp.comm_hooks.stats import Choice
 from tests.autocast.counting import Calls
 from tests.initialize.nets import train
@@ -245,6 +246,33 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     amp = distamp.initialize(model, torch.optim.AdamW(model.parameters()), "bf16")
     assert not amp.check(lambda: train(amp, [BATCH], max_norm=1.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", ["bf16", "O1"])
+def test_weights_that_a_hook_gathers_are_gathered_and_no_gradients(level):
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    hook = register(model, "int8", gather="int8")
+    optimizer = torch.optim.AdamW(model.parameters())
+    amp = distamp.initialize(model, optimizer, level)
+    assert amp.comm_hooks == (hook,)
+    found = amp.check(lambda: train(amp, [torch.ones(4, 64)], max_norm=1.0))
+    assert not found
+    assert list(found.seen["gather"]) == ["int8"]
+    assert list(found.seen["reduce"]) == ["int8"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("gather", ["int8", "bf16"])
+def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    hook = register(model, "fp16", gather=gather)
+
+    def step() -> None:
+        model(torch.ones(4, 64)).sum().backward()
+
+    (breach,) = Contract(gather="fp32", reduce="fp16").check(step, model, hooks=[hook])
+    assert (breach.key, breach.declared, breach.found) == ("gather", ("fp32",), gather)
 
 
 @on_ranks(2)

@@ -133,6 +133,28 @@ def test_every_lane_of_a_device_keeps_a_failure():
             state.average(bucket, [])
 
 
+@on_devices(2)
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(skipped):
+    """The bucket drops out after that step, and the following step is taken."""
+    from tests.simulated.device import refuse
+
+    parameters = {name: nn.Parameter(torch.zeros(4096, device=here())) for name in "ab"}
+    hook = register(DistributedDataParallel(nn.Linear(8, 8).to(here())), "int8")
+    hook.name_parameters(parameters.items())
+    for used, flag in (("ab", skipped), ("b", 0.0)):
+        for name in used:
+            bucket = torch.linspace(-1.0, 1.0, 4096, device=here())
+            hook.average(bucket, [parameters[name]]).wait()
+        found_inf = torch.full((), flag, device=here())
+        with refuse():
+            hook.step_ended(None, found_inf)
+            hook.iteration_ended()
+    of_a, of_b = (residuals[0].cpu() for residuals in hook.state_dict()["residuals"].values())
+    assert bool(of_a.any()) is (skipped == 0.0)
+    assert of_b.any()
+
+
 @on_devices(4)
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 @pytest.mark.parametrize("wire", ["fp16", "int8"])
