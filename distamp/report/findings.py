@@ -126,7 +126,8 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         "warning",
         lambda row: row.function == "accumulate_grad" and row.op in ("add_", "add") and _half(row),
         "gradients of several backward passes are added up in {dtype}",
-        "keep float32 parameters, under a region or FSDP's param_dtype",
+        "keep float32 parameters, under a region or FSDP's param_dtype; or, in fully_shard, reduce "
+        "once, by no_sync(), with MixedPrecisionPolicy(reduce_dtype=torch.float32)",
     ),
     (
         "half-reduction",

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from distamp.autocast.pin import pin_of
-from distamp.report.following import Follower, Kernel, tensors_in
+from distamp.report.following import (
+    Follower,
+    Kernel,
+    Owner,
+    held_by,
+    storage_of,
+    tensors_in,
+)
 from distamp.report.rows import OpRow, PrecisionReport, short
 
 __all__ = ["precision_report"]
@@ -34,6 +41,12 @@ class _Recorder(Follower):
         self._kinds = {name: type(module).__name__ for module, name in self.names.items()}
         #: Of each module that ran, in which region or under whose pin.
         self.settings: dict[str, str] = {}
+        # The parameters as they are outside of a pass: FSDP2's shards, with their modules' names.
+        self._parameters = [
+            (parameter, self.names[module])
+            for kind, _, module, parameter in held_by(self.names)
+            if kind == "parameter"
+        ]
         self._counts: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
@@ -61,6 +74,11 @@ class _Recorder(Follower):
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         casts = _casts_of(name, inputs, outputs)
         owner, phase, _ = self.running()
+        if name == "add_" and phase == "backward" and owner.function != "accumulate_grad":
+            # FSDP2 adds reduced shards up itself, in a hook, where autograd does not.
+            module = self._module_of_gradient(args[0])
+            if module is not None:
+                owner = Owner(module, "accumulate_grad", owner.cause)
         cause = "explicit" if casts else ""
         if casts and name in _CASTS:
             cause = owner.cause
@@ -73,6 +91,14 @@ class _Recorder(Follower):
             calls, *sums, longest = self._counts.get(key, (0, 0, 0, 0, 0))
             sums = [a + b for a, b in zip(sums, (len(casts), read, written), strict=True)]
             self._counts[key] = (calls + 1, *sums, max(length, longest))
+
+    def _module_of_gradient(self, tensor: Tensor) -> str | None:
+        """Return the name of the module whose parameter has this gradient; None if none has."""
+        storage = storage_of(tensor)
+        for parameter, module in self._parameters:
+            if parameter.grad is not None and storage_of(parameter.grad) == storage:
+                return module
+        return None
 
     def rows(self) -> tuple[OpRow, ...]:
         """What was counted so far."""

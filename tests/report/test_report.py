@@ -4,6 +4,7 @@ import copy
 import operator
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +14,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import OpLists, PrecisionReport, findings, precision_report
+from distamp.gradients import local_of
 from distamp.report import lost_updates
+from distamp.scaler import master_params
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
 from tests.initialize.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.ranks import mesh
 
 OUTSIDE = "(outside)"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -353,3 +359,57 @@ def of_traced(inside: nn.Module) -> None:
 def test_mistakes_are_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+def _accumulated(level: str, layout: str, reduce_fp32: bool) -> tuple[float, set[str], set[str]]:
+    """The sum of three gradients, 2**k + 1 - 2**k, and the modules and rules of the findings."""
+    large = 256.0 if "bf16" in level else 2048.0
+    model: Any = nn.Sequential(nn.Linear(4, 2, bias=False))
+    distamp.cast_model(model, level)
+    if layout == "FSDP2":
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if reduce_fp32 else None)
+        fully_shard(model, mesh=mesh((2,), ("shard",)), mp_policy=policy)
+    elif layout == "HSDP":
+        fully_shard(model, mesh=mesh((2, 1), ("copies", "shard")))
+    elif layout == "DDP":
+        model = DistributedDataParallel(model)
+    elif layout == "FSDP1":
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scale = {"init_scale": 1.0} if level == "O2" else {}
+    amp = distamp.initialize(model, optimizer, level, **scale)
+    with precision_report(model) as report:
+        for index, size in enumerate((large, 1.0, -large)):
+            with amp.no_sync() if reduce_fp32 and index < 2 else nullcontext():
+                amp.backward(amp.model(torch.full((1, 4), size)).float().sum())
+    amp.scaler.unscale_(optimizer)
+    grads = [local_of(p.grad) for p in master_params(optimizer) if p.grad is not None]
+    found = [it for it in findings(report) if it.rule == "half-accumulation"]
+    total = sum(grad.float().sum().item() for grad in grads)
+    return total, {it.module for it in found}, {it.op for it in found}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("level", "layout"),
+    [
+        *((level, "FSDP2") for level in ("O2", "O3", "bf16-O2", "bf16-O3")),
+        ("bf16-O2", "HSDP"),
+        ("bf16-O2", "DDP"),
+        ("bf16-O2", "one process"),
+        ("bf16-O3", "FSDP1"),
+    ],
+)
+def test_findings_name_gradients_that_are_added_up_in_half_precision(level, layout):
+    total, modules, ops = _accumulated(level, layout, reduce_fp32=False)
+    assert total == 0.0, "the one is lost"
+    assert ops == {"accumulate_grad (add)"}
+    assert modules == {OUTSIDE if layout == "FSDP1" else "0"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+def test_nothing_is_found_where_fsdp2_reduces_once_in_float32(level):
+    total, modules, _ = _accumulated(level, "FSDP2", reduce_fp32=True)
+    assert total == 4.0, "a row of four ones on each rank"
+    assert modules == set()
