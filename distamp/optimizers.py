@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -16,6 +17,7 @@ __all__ = [
     "inner_optimizer",
     "innermost",
     "is_inner_step",
+    "methods_beyond_torch",
     "parameter_names",
     "parameters_of",
     "unwrapped",
@@ -117,6 +119,19 @@ def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
             steps += 1
         frame = frame.f_back
     return steps > 1
+
+
+def methods_beyond_torch(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the public methods of an optimizer's class that no class of torch has, with names.
+
+    Such methods may write parameters outside of ``step``, as ``eval`` of schedulefree and
+    ``first_step`` of SAM do. Static and class methods, which have no optimizer, are left out.
+    """
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        public = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+        if public and inspect.isfunction(method) and not method.__module__.startswith("torch."):
+            yield name, method
 
 
 def describe(optimizer: Any) -> str:

@@ -176,10 +176,16 @@ def _change(
         if precision.autocasts and type(model) is nn.DataParallel:
             # torch's replicas know whether autocast is on, and not in which dtype.
             model.__class__ = DataParallel
-    for optimizer in optimizers if precision.master_weights else ():
+    if not precision.master_weights:
+        return
+    # Where FSDP casts by its own mixed precision, no optimizer ever holds half precision. Elsewhere
+    # add_param_group may bring the first half-precision parameters later.
+    cast = not any(wrapping.policies for wrapping in wrappings)
+    for optimizer in optimizers:
         half = any(p.dtype.itemsize == 2 for p in parameters_of(optimizer))
-        if half and masters_of(optimizer) is None:
-            MasterParameters(optimizer, split=precision.master_weights == "split")
+        if (half or cast) and masters_of(optimizer) is None:
+            split = precision.master_weights == "split"
+            MasterParameters(optimizer, split=split, allow_empty=True)
 
 
 def _schedule(

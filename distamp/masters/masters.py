@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import operator
+import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from distamp.callers import stacklevel_of_caller
 from distamp.errors import SettingError, StageError
 from distamp.gradients import (
     is_dtensor,
@@ -25,8 +26,15 @@ from distamp.gradients import (
     unscale_alike,
 )
 from distamp.masters.convert import convert
+from distamp.masters.placeholder import allocate, free
 from distamp.masters.split import join, split
-from distamp.optimizers import find_closure, inner_optimizer, is_inner_step, parameters_of
+from distamp.optimizers import (
+    find_closure,
+    inner_optimizer,
+    is_inner_step,
+    methods_beyond_torch,
+    parameters_of,
+)
 from distamp.sources import GradientSource, set_source, source_of
 
 __all__ = ["MasterParameters", "master_params", "masters_of", "refuse_held", "refuse_share"]
@@ -47,6 +55,9 @@ class _Pair:
         seen: How often parameter and master had been written to when the one last was the rounding
             of the other; not counting ``.data``.
         fresh: Whether no step has compared them yet.
+        grad_freed: Whether a conversion freed a dense gradient of the parameter, and no
+            ``zero_grad()`` has set it to None since. torch's ``zero_grad(set_to_none=False)`` would
+            find that gradient and keep zeros.
     """
 
     parameter: Tensor
@@ -54,6 +65,7 @@ class _Pair:
     remainder: Tensor | None = None
     seen: tuple[int, ...] = ()
     fresh: bool = True
+    grad_freed: bool = False
 
     @property
     def row(self) -> Any:
@@ -80,6 +92,28 @@ class _Pair:
         else:  # which elements were written is not known; and zero has none below it
             remainder.masked_fill_((weight == 0) & (remainder < 0), 0)
         self.remember()
+
+    def master_was_written(self) -> bool:
+        """Return whether something wrote to the master alone since both were last compared."""
+        now = self.written()
+        return now[2:] != self.seen[2:] and now[:2] == self.seen[:2]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the parameter's gradient and the master's, as ``Optimizer.zero_grad`` does.
+
+        With ``set_to_none=False``, the parameter keeps zeros if it has a gradient, or had one that
+        was freed: so a layer that the next loss leaves out still decays and follows its momentum.
+        """
+        grad = self.parameter.grad
+        if set_to_none:
+            self.parameter.grad = None
+            self.grad_freed = False
+        elif grad is not None:
+            grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
+            grad.zero_()
+        elif self.grad_freed:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        self.master.grad = None
 
     def remember(self) -> None:
         """Remember that the parameter is its master's rounding now."""
@@ -120,10 +154,13 @@ class MasterParameters(GradientSource):
     Args:
         optimizer: Has float16 or bfloat16 parameters; may have state already.
         split: Whether masters are bfloat16 parameters and remainders.
+        allow_empty: Whether the optimizer may have no float16 or bfloat16 parameter yet, because
+            ``add_param_group`` brings the first ones later.
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: No parameter needs a master, the optimizer has masters already, or it steps
+        ValueError: No parameter needs a master and ``allow_empty`` is False, the optimizer has
+            masters already, or it steps
             flat parameters (FSDP1) or this rank's share (ZeroRedundancyOptimizer, OSS), its state
             is in half precision (it was loaded too early), or a parameter to split is float16.
 
@@ -139,14 +176,27 @@ class MasterParameters(GradientSource):
 
     casts = True
 
-    # What is kept: the optimizer, weakly, for it holds this; the pairs, because the optimizer holds
-    # masters alone; and whether the values of split masters lie in them, to be split again.
-    def __init__(self, optimizer: torch.optim.Optimizer, *, split: bool = False) -> None:
-        _refuse(optimizer, split)
+    # What survives a call:
+    # _optimizer: weakly, because the optimizer holds this object.
+    # _pairs: the parameters, because the optimizer holds masters alone.
+    # _joined: masters have their values, and whatever made them writes the parameters back. True
+    #     inside a step, a method of the optimizer, or `materialized`.
+    # _inside_method: a method of the optimizer runs, which `_run_method` called.
+    # _rebuilt: all masters were made from weights, and no step, load or write changed them since.
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        split: bool = False,
+        allow_empty: bool = False,
+    ) -> None:
+        _refuse(optimizer, split, allow_empty)
         self.split = split
         self._optimizer = weakref.ref(optimizer)
         self._pairs: dict[int, _Pair] = {}  # by id(master)
         self._joined = False
+        self._inside_method = False
+        self._rebuilt = True
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -154,6 +204,8 @@ class MasterParameters(GradientSource):
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.zero_grad = self._reaching_the_model(optimizer)  # type: ignore[method-assign]
         optimizer.__getstate__ = self.__getstate__  # type: ignore[method-assign]
+        for name, method in methods_beyond_torch(type(optimizer)):
+            setattr(optimizer, name, self._wrapped_method(method))
         set_source(optimizer, self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,9 +251,10 @@ class MasterParameters(GradientSource):
         pair = _Pair(parameter, parameter.detach().float().requires_grad_())
         pair.seen = pair.written()
         if self.split:
+            _refuse_split(type(optimizer).__name__, [parameter])
             pair.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16)
             if not self._joined:
-                _free(pair)
+                free(pair.master)
         self._pairs[id(pair.master)] = pair
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
@@ -251,28 +304,57 @@ class MasterParameters(GradientSource):
         """
         others = local_gradients([p for p, stepped in self.stepped() if p is stepped])
         refuse_fp16([gradient.dtype for gradient in others])
-        moves = self._moves()
-        for _, master in self.pairs():
-            master.grad = None
         flags: dict[torch.device, Tensor] = {}
-        for gradients in itertools.chain(convert(moves), ([gradient] for gradient in others)):
-            unscale_alike(gradients, inv_scale, found_inf, flags)
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders need not be asked
+            pairs = self._pairs_with_gradients()
+            for _, master in self.pairs():
+                master.grad = None
+            converted = self._converted(pairs)
+            for gradients in itertools.chain(converted, ([gradient] for gradient in others)):
+                unscale_alike(gradients, inv_scale, found_inf, flags)
         return flags
 
-    def _moves(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters that have gradients, with their masters."""
-        moves = [
-            (parameter, master) for parameter, master in self.pairs() if parameter.grad is not None
-        ]
-        for parameter, master in moves:
-            if parameter.device != master.device:
+    def _pairs_with_gradients(self) -> list[_Pair]:
+        """Return the pairs whose parameters have gradients."""
+        pairs = [pair for pair in self._adopt() if pair.parameter.grad is not None]
+        for pair in pairs:
+            if pair.parameter.device != pair.master.device:
                 raise SettingError(
-                    f"the model has gradients on {parameter.device} and its masters are on "
-                    f"{master.device}: it was moved after MasterParameters was made. Move the "
+                    f"the model has gradients on {pair.parameter.device} and its masters are on "
+                    f"{pair.master.device}: it was moved after MasterParameters was made. Move the "
                     "model first, then make the optimizer and its masters, and load their "
                     "state_dicts"
                 )
-        return moves
+        return pairs
+
+    def _converted(self, pairs: list[_Pair]) -> Iterator[list[Tensor]]:
+        """Move gradients from parameters to masters; yield them as `convert` does."""
+        for pair in pairs:
+            grad = pair.parameter.grad
+            pair.grad_freed = grad is not None and not grad.is_sparse
+        return convert((pair.parameter, pair.master) for pair in pairs)
+
+    @contextlib.contextmanager
+    def _lent_gradients(self) -> Iterator[None]:
+        """Give masters the gradients that the model has, scaled or not, for one method call.
+
+        The model keeps its gradients, because the step is still to come. What the method writes to
+        them in place goes into the model's.
+        """
+        lent: list[tuple[_Pair, Tensor, int]] = []
+        for pair in self._pairs_with_gradients():
+            if pair.master.grad is None and pair.parameter.grad is not None:
+                grad = pair.parameter.grad.float()
+                pair.master.grad = grad = grad.coalesce() if grad.is_sparse else grad
+                lent.append((pair, grad, _version(local_of(grad))))
+        try:
+            yield
+        finally:
+            for pair, grad, version in lent:
+                if pair.master.grad is grad:
+                    pair.master.grad = None
+                    if pair.parameter.grad is not None and _version(local_of(grad)) != version:
+                        pair.parameter.grad.copy_(grad)
 
     def _reaching_the_model(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return ``optimizer.zero_grad``, clearing the model's gradients too."""
@@ -281,11 +363,41 @@ class MasterParameters(GradientSource):
         def zero_grad(set_to_none: bool = True) -> None:
             held = self._held()
             clear = put_on_it or functools.partial(type(held).zero_grad, held)
-            clear(set_to_none)
-            for parameter, _ in self.pairs():
-                parameter.grad = None  # no memory to keep: it is freed in each step
+            with torch._C.DisableTorchFunctionSubclass():  # placeholders need not be asked
+                clear(set_to_none)
+                for pair in self._adopt():
+                    pair.zero_grad(set_to_none)
+            self._write_back_direct_writes()
 
         return zero_grad
+
+    # -- other methods of the optimizer ------------------------------------------------------------
+
+    def _wrapped_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the optimizer's class that reaches the model, as its step does."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The class's function takes the optimizer, which this object holds weakly.
+            return self._run_method(functools.partial(method, self._held()), args, kwargs)
+
+        return call
+
+    def _run_method(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method over values and gradients of the masters, and write the parameters back."""
+        if self._joined:  # inside a step, another method or `materialized`, which writes back
+            return method(*args, **kwargs)
+        with torch.no_grad():
+            self._join()
+        self._inside_method = True
+        try:
+            with self._lent_gradients():
+                return method(*args, **kwargs)
+        finally:
+            self._inside_method = False
+            self.write_back()
 
     # -- around the optimizer's step --------------------------------------------------------------
 
@@ -293,27 +405,31 @@ class MasterParameters(GradientSource):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if is_inner_step(optimizer):
+        if is_inner_step(optimizer) or self._inside_method:
             return
         if find_closure(args[1:], kwargs) is not None:
             raise StageError(
                 "step() was given a closure, whose gradients would not reach the masters: run "
                 "backward() before step(), or train this optimizer (LBFGS) in float32"
             )
-        moves = self._moves()  # all, without a scaler; else what was added by hand, as with torch
-        unscaled = [(master, master.grad) for _, master in moves]
-        for _converted in convert(moves):
+        # All gradients, without a scaler; else what was added by hand, as with torch.
+        pairs = self._pairs_with_gradients()
+        unscaled = [(pair.master, pair.master.grad) for pair in pairs]
+        for _converted in self._converted(pairs):
             pass
         for master, gradient in unscaled:
             if gradient is not None and master.grad is not None:
                 master.grad = gradient + master.grad
+        if self._rebuilt:
+            self._warn_if_resumed(optimizer)
+        self._rebuilt = False
         self._join()
 
     def _before_load(self, *_: Any) -> None:
         self._adopt()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if is_inner_step(optimizer):
+        if is_inner_step(optimizer) or self._inside_method:
             return
         self.write_back()
         for pair in self._pairs.values():
@@ -328,25 +444,39 @@ class MasterParameters(GradientSource):
         for pair in self._pairs.values():
             pair.catch_up()
         if self.split:
-            rows = [pair.row for pair in self._pairs.values()]
-            for value, _, remainder in rows:  # after a step that failed, anew
-                value.data = torch.empty_like(remainder, dtype=torch.float32)
-            join(rows)
-            self._joined = True
+            for pair in self._pairs.values():
+                if pair.remainder is not None:
+                    allocate(pair.master, pair.remainder)
+            join([pair.row for pair in self._pairs.values()])
+        self._joined = True
 
     @contextlib.contextmanager
     def materialized(self) -> Iterator[None]:
         """Have the float32 values in the masters inside; write them back at the end.
 
-        For what reads or writes masters between steps: `master_of`, or schedulefree's
-        ``optimizer.eval()`` and ``optimizer.train()``. Masters that are not split always have
-        them, and are written back. Not to be nested.
+        For code that reads or writes masters between steps, such as those of `master_of`. Masters
+        that are not split always have their values, and are written back. Not to be nested. Methods
+        of the optimizer need none of this: they run as if inside.
         """
         self._join()
+        before = [pair.written() for pair in self._pairs.values()]
         try:
             yield
         finally:
+            if before != [pair.written() for pair in self._pairs.values()]:
+                self._rebuilt = False
             self.write_back()
+
+    def _write_back_direct_writes(self) -> None:
+        """Round whole masters into their parameters where code outside of the optimizer wrote."""
+        if self.split or self._joined:
+            return
+        for pair in self._pairs.values():
+            if pair.master_was_written():
+                with torch.no_grad():
+                    local_of(pair.parameter).copy_(local_of(pair.master))
+                pair.remember()
+                self._rebuilt = False
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -359,13 +489,13 @@ class MasterParameters(GradientSource):
         rows = [pair.row for pair in self._pairs.values()]
         if self.split:
             split(rows)
-        else:
+        elif rows:  # torch refuses an empty list, which a frozen stage has
             torch._foreach_copy_([weight for _, weight, _ in rows], [value for value, *_ in rows])
         self._joined = False
         for pair in self._pairs.values():
             pair.remember()
             if self.split:
-                _free(pair)
+                free(pair.master)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -429,13 +559,27 @@ class MasterParameters(GradientSource):
         self._join()
         for number, master in own.items():
             master.copy_(saved[number])
+        self._rebuilt = False
         self.write_back()
 
-
-def _free(pair: _Pair) -> None:
-    """Leave NaN where a split master's values were: a read finds them, and a write raises."""
-    value = local_of(pair.master)
-    value.data = value.new_full((), math.nan).expand(value.shape)
+    def _warn_if_resumed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of masters made from rounded weights, if the optimizer's state has steps already."""
+        pairs = [pair for pair in self._pairs.values() if not pair.master_was_written()]
+        resumed = [pair for pair in pairs if _has_steps(optimizer.state.get(pair.master, {}))]
+        if not resumed:
+            return
+        dtype = resumed[0].parameter.dtype
+        plural = "" if len(resumed) == 1 else "s"
+        warnings.warn(
+            f"{type(optimizer).__name__} has the state of earlier steps, and the fp32 masters of "
+            f"{len(resumed)} parameter{plural} were rebuilt from {dtype} weights, because no "
+            "masters were loaded before this step. The run goes on without the digits that "
+            f"rounding cut off, up to 1 part in {2 / torch.finfo(dtype).eps:,.0f} of each weight. "
+            "Save amp.state_dict(), or masters.state_dict(), with the states of the model and the "
+            "optimizer, and load it before the first step. To go on from a level without masters, "
+            "use amp.flat_state_dict()",
+            stacklevel=stacklevel_of_caller("torch."),
+        )
 
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
@@ -453,7 +597,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield stepped
 
 
-def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
+def _refuse(optimizer: torch.optim.Optimizer, split: bool, allow_empty: bool) -> None:
     """Refuse an optimizer that can have no masters, before it is changed."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -470,12 +614,9 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
     parameters = parameters_of(optimizer)
     for parameter in parameters:
         _refuse_flat(parameter)
-    if split and any(parameter.dtype is torch.float16 for parameter in parameters):
-        raise SettingError(
-            f"{name} holds float16 parameters, and a float32 value is a bfloat16 one and 16 bits, "
-            "not a float16 one: take bf16-O2, or whole masters (split=False)"
-        )
-    if not any(parameter.dtype in _LOW for parameter in parameters):
+    if split:
+        _refuse_split(name, parameters)
+    if not allow_empty and not any(parameter.dtype in _LOW for parameter in parameters):
         raise ValueError(
             f"{name} holds no float16 or bfloat16 parameter, so there is nothing to make masters "
             "of. The order is: cast the model (model.half()), wrap it (DDP), make the optimizer "
@@ -483,6 +624,14 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool) -> None:
         )
     for parameter, state in optimizer.state.items():
         _refuse_rounded(name, parameter, state)
+
+
+def _refuse_split(name: str, parameters: Iterable[Tensor]) -> None:
+    if any(parameter.dtype is torch.float16 for parameter in parameters):
+        raise SettingError(
+            f"{name} holds float16 parameters, and a float32 value is a bfloat16 one and 16 bits, "
+            "not a float16 one: take bf16-O2, or whole masters (split=False)"
+        )
 
 
 def _refuse_rounded(name: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
@@ -530,6 +679,13 @@ def refuse_held(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_low(state: Any) -> bool:
     return isinstance(state, Tensor) and state.dtype in _LOW
+
+
+def _has_steps(state: Mapping[str, Any]) -> bool:
+    """Return whether the state of one parameter is from a step, and not only initialised."""
+    if "step" in state:
+        return float(state["step"]) > 0
+    return any(isinstance(value, Tensor) for value in state.values())
 
 
 def _was_used(state: Any) -> bool:

@@ -1,0 +1,90 @@
+"""Placeholders: what a split master is between steps, when its float32 values do not exist."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distamp.errors import StageError
+from distamp.gradients import local_of
+
+__all__ = ["allocate", "free"]
+
+_MESSAGE = (
+    "{name} writes to a split master between steps, when its float32 values do not exist, so the "
+    "write would be lost. Write inside `with masters.materialized():` (masters_of(optimizer) "
+    "returns masters), or take whole masters: MasterParameters(optimizer), or master_weights=True "
+    "in initialize"
+)
+
+
+def free(master: Tensor) -> None:
+    """Drop the values of a split master: reads return NaN, and writes raise StageError.
+
+    Called under no_grad.
+    """
+    local = local_of(master)
+    local.data = local.new_full((), math.nan).expand(local.shape)
+    for tensor in (master, local):
+        if not isinstance(tensor, _Placeholder):
+            # torch changes the class of a parameter in place too, in UninitializedParameter.
+            tensor.__class__ = _placeholder_class(type(tensor))
+
+
+def allocate(master: Tensor, remainder: Tensor) -> None:
+    """Give a split master memory for its values, and the class that optimizers expect.
+
+    Called under no_grad.
+
+    Args:
+        master: Freed before, or not.
+        remainder: Has the shape and the strides of the master's part on this rank.
+    """
+    local = local_of(master)
+    for tensor in (master, local):
+        if isinstance(tensor, _Placeholder):
+            tensor.__class__ = tensor.replaced_class
+    local.data = torch.empty_like(remainder, dtype=torch.float32)
+
+
+class _Placeholder:
+    """The methods of a placeholder; a mixin, because a master may be a Tensor or a DTensor."""
+
+    __slots__ = ()
+    replaced_class: type[Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse a function that writes to a placeholder; run all others as on a plain tensor."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        written = args[0] if args and _writes_first_argument(func, name) else kwargs.get("out")
+        targets = written if isinstance(written, list | tuple) else [written]
+        if any(isinstance(target, _Placeholder) for target in targets):
+            raise StageError(_MESSAGE.format(name=".data =" if name == "__set__" else f"{name}()"))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if func in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
+            result.__class__ = type(args[0])  # an alias, to which writes would be lost as well
+        return result
+
+
+def _writes_first_argument(func: Any, name: str) -> bool:
+    """Return whether a torch function is in-place, by torch's convention of a last underscore."""
+    if name.endswith("_") and not name.endswith("__"):
+        return name != "requires_grad_"
+    return name == "__setitem__" or func == Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _placeholder_class(replaced_class: type[Tensor]) -> type[Tensor]:
+    """Return the class of placeholders for masters of this class."""
+    attributes = {"__slots__": (), "replaced_class": replaced_class}
+    name = f"Placeholder{replaced_class.__name__}"
+    return type(name, (_Placeholder, replaced_class), attributes)

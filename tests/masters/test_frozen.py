@@ -1,0 +1,127 @@
+"""Masters of an optimizer that trains no half precision yet: frozen stages, later groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distamp import StepGuard, cast_model, initialize
+from distamp.errors import SettingError
+from distamp.scaler import MasterParameters
+from tests.on_ranks import on_ranks
+from tests.scaler.masters import ByHand, adamw, half_mlp, local, loss_of, master_scaler, spread
+from tests.scaler.steps import INF
+
+F16, BF16 = torch.float16, torch.bfloat16
+SPLIT = pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+
+
+def _train_beside_by_hand(layout: str, split: bool) -> None:
+    """Train a head over a frozen backbone, thaw the backbone, and compare with fp32 by hand."""
+    rank = dist.get_rank() if layout else 0
+    models = [half_mlp(dtype=BF16 if split else F16) for _ in range(2)]
+    for model in models:
+        model[0].requires_grad_(False)
+    wrapped = [spread(model, layout) for model in models]
+    optimizers = [adamw(models[0][0].parameters()), adamw(models[0][2:].parameters())]
+    hands = [ByHand(part.parameters(), adamw, split) for part in (models[1][0], models[1][2:])]
+    for optimizer in optimizers:
+        MasterParameters(optimizer, split=split)
+    scaler = master_scaler()
+    for step in range(4):
+        if step == 2:
+            for model in models:
+                model[0].requires_grad_(True)
+            if layout == "buckets":  # DDP reduces what required gradients when it was made
+                wrapped = [DistributedDataParallel(model) for model in models]
+        for optimizer, hand in zip(optimizers, hands, strict=True):
+            optimizer.zero_grad()
+            hand.zero_grad()
+        scale = scaler.get_scale()
+        scaler.scale(loss_of(wrapped[0], 10 * step + rank)).backward()
+        (loss_of(wrapped[1], 10 * step + rank) * scale).backward()
+        scaler.step_all(optimizers)
+        scaler.update()
+        for hand in hands:
+            assert hand.unscale(scale)
+            hand.step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(local(ours), local(theirs))
+
+
+@SPLIT
+def test_a_backbone_that_thaws_gets_masters(split):
+    _train_beside_by_hand("", split)
+
+
+@SPLIT
+@pytest.mark.parametrize("layout", ["buckets", "FSDP2"])
+def test_a_backbone_that_thaws_gets_masters_under_ddp_and_fsdp2(ranks2, layout, split):
+    ranks2.run(_train_beside_by_hand, layout, split)
+
+
+@SPLIT
+def test_an_optimizer_of_frozen_parameters_and_fp32_norms_steps_the_norms(split):
+    model = nn.Sequential(nn.Linear(4, 4).to(BF16).requires_grad_(False), nn.LayerNorm(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters = MasterParameters(optimizer, split=split)
+    model[1].weight.grad = torch.ones(4)
+    optimizer.step()
+    assert model[1].weight.tolist() == [0.0] * 4
+    assert masters.state_dict()["masters"] == {}
+
+
+@on_ranks(2)
+@SPLIT
+def test_a_frozen_stage_of_a_pipeline_steps_and_skips_with_the_others(split):
+    """Rank 0 trains nothing before its stage thaws; rank 1 finds an overflow in the second step."""
+    rank = dist.get_rank()
+    stage = nn.Linear(4, 1, bias=False).to(BF16 if split else F16).requires_grad_(rank == 1)
+    nn.init.zeros_(stage.weight)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=1.0)
+    MasterParameters(optimizer, split=split)
+    scaler = master_scaler()
+    steps = []
+    for step in range(4):
+        if step == 3:
+            stage.requires_grad_(True)
+        optimizer.zero_grad()
+        inputs = torch.ones(1, 4, dtype=stage.weight.dtype, requires_grad=True)
+        loss = stage(inputs).float().sum() * (INF if step == 1 and rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append(scaler.stepped(optimizer))
+    assert steps == [True, False, True, True]
+    assert stage.weight.tolist() == [[-3.0 if rank == 1 else -1.0] * 4]
+
+
+@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+def test_a_group_of_half_precision_that_comes_to_an_optimizer_of_fp32_norms_gets_masters(level):
+    """As gradual unfreezing does by add_param_group; SGD in half precision would lose 1e-4."""
+    model = cast_model(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1, bias=False)), level)
+    model[1].requires_grad_(False).weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-4)
+    amp = initialize(model, optimizer, level)
+    model[1].requires_grad_(True)
+    optimizer.add_param_group({"params": [model[1].weight]})
+    for _ in range(100):
+        amp.zero_grad()
+        amp.backward((model[1].weight.float()).sum())
+        amp.step()
+    assert amp.masters[0].master_of(model[1].weight).mean().item() == pytest.approx(0.99, abs=5e-4)
+    assert model[1].weight.float().mean().item() == pytest.approx(0.99, abs=4e-3)
+
+
+def test_masters_without_a_half_precision_parameter_are_refused_unless_that_is_allowed():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="cast the model"):
+        MasterParameters(optimizer)
+    masters = MasterParameters(optimizer, split=True, allow_empty=True)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=F16))]})
+    with pytest.raises(SettingError, match="take bf16-O2, or whole masters"):
+        StepGuard().unscale_(optimizer)
+    assert masters.nbytes == 0
