@@ -47,7 +47,7 @@ def allocate(master: Tensor, remainder: Tensor) -> None:
     local = local_of(master)
     for tensor in (master, local):
         if isinstance(tensor, _Placeholder):
-            tensor.__class__ = tensor.replaced_class
+            tensor.__class__ = tensor.replaced_class  # type: ignore[assignment]
     local.data = torch.empty_like(remainder, dtype=torch.float32)
 
 
