@@ -117,7 +117,8 @@ class Checkpoints:
             dcp.load(first, storage_reader=reader)
             about = json.loads(first["about"])
             alike = about["optimizers"] == self._kinds["optimizers"]
-            state = amp.flat_state_dict(saved if alike else None)
+            weights = {name: value for name, value in saved.items() if name.startswith("model.")}
+            state = amp.flat_state_dict(saved if alike else weights)
             state |= {name: value for name, value in average.items() if name in saved}
             if about["ranks"] == self._kinds["ranks"]:
                 state[own] = None

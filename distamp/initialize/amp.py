@@ -399,19 +399,27 @@ class Amp:
 
         Like torch's ``get_state_dict`` with ``flatten_optimizer_state_dict``, but a weight is what
         its optimizer steps, the fp32 master where there is one, and no step is taken to make empty
-        states. So a run goes on at any other level, and in any other layout. Learning rates and
-        other settings of groups are not in it, nor is the loss scale (`state_dict`).
+        states. So a run continues at any other level, and in any layout that has one tensor for
+        each name. The settings of the optimizer's groups are in it: the learning rate, ``betas``,
+        and the counts that schedulefree keeps there. The loss scale is not (`state_dict`).
+
+        Collective: every rank of ``process_group`` must call this. With ``saved`` it sends nothing.
 
         Args:
-            saved: What a checkpoint has, by name: ``reader.read_metadata().state_dict_metadata``.
-                Optimizers then get the states that it has, empty, for ``dcp.load`` to fill.
+            saved: The names in a checkpoint: ``reader.read_metadata().state_dict_metadata``.
+                Optimizers then have the states of the checkpoint, empty, for ``dcp.load`` to fill.
 
         Returns:
-            ``model.NAME`` and ``optimizer.NAME.KEY`` (``model.INDEX.NAME`` with several models):
-            the live tensors, DTensors included.
+            ``model.NAME`` (``model.INDEX.NAME`` with several models) and ``optimizer.NAME.KEY``:
+            the live tensors, DTensors included. ``optimizer.NAME`` is a record of the states' keys
+            and of the group's settings, a tuple of tuples.
 
         Raises:
-            SettingError: Under FSDP1, ZeroRedundancyOptimizer and OSS, whose shares have no names.
+            SettingError: Something has no name, or one that it shares: FSDP1,
+                ZeroRedundancyOptimizer and OSS; plain experts, shards and pipeline stages that
+                have one name and different values on two ranks; a state of an optimizer that
+                is neither a tensor nor a number, or one that has no place in a DTensor's layout.
+                The error is the same on every rank, and names the states to save instead.
 
         Example::
 
@@ -422,10 +430,20 @@ class Amp:
             dcp.load(state, storage_reader=reader)
             amp.load_flat_state_dict(state)
         """
-        return FlatState(self.models, self.optimizers).get(saved)
+        flat = FlatState(self.models, self.optimizers, self.scaler.process_group)
+        return flat.get() if saved is None else flat.get_empty(saved)
 
     def load_flat_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Finish what ``dcp.load`` began: values that are no tensors, and weights of masters."""
+        """Load what `flat_state_dict` returned, after ``dcp.load`` has filled it.
+
+        Weights are copied. Optimizer states are taken over without a copy, and settings replace
+        those of the groups, so set a new learning rate afterwards. A weight whose states are not
+        all in ``state`` keeps its optimizer state and settings, with a warning.
+
+        Raises:
+            SettingError: Weights that share a group here were saved with different settings, or a
+                state does not fit the layout here.
+        """
         FlatState(self.models, self.optimizers).set(state)
 
     def _scalers(self) -> list[DistGradScaler]:

@@ -1,0 +1,142 @@
+"""Comparison of the weights that ranks hold under one name: equal copies, or different weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from distamp.errors import SettingError
+from distamp.gradients import is_dtensor, local_of
+from distamp.groups import GroupLike, resolve
+
+__all__ = ["SEPARATE_STATES", "check_weight_copies"]
+
+#: The states that work in every layout, for the end of a refusal.
+SEPARATE_STATES = "model.state_dict(), optimizer.state_dict() and amp.state_dict()"
+
+
+def check_weight_copies(
+    weights: Mapping[str, Tensor], error: Exception | None, process_group: GroupLike
+) -> None:
+    """Raise on every rank if a name means different weights on two ranks, or if one rank failed.
+
+    A checkpoint keeps one tensor for each name and place in it. Replicas hold equal bits there, and
+    shards of a DTensor lie in different places. Plain experts and equally named pipeline stages
+    have one name and different values, all but one of which a checkpoint would lose.
+
+    Collective: every rank of ``process_group`` must call this.
+
+    Args:
+        weights: By name, plain tensors and DTensors.
+        error: The exception that this rank raises, of which the others learn here.
+        process_group: The ranks to compare; see `distamp.groups.resolve`.
+
+    Raises:
+        SettingError: Ranks hold different weights under one name, or another rank failed.
+    """
+    group = resolve(process_group)
+    if group is None or dist.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    rows = _fingerprints(weights) if error is None else torch.empty(0, 4, dtype=torch.int64)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (None if error is None else str(error), rows), group=group)
+    if error is not None:
+        raise error
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (text, _) in zip(ranks, gathered, strict=True):
+        if text is not None:
+            raise SettingError(f"rank {rank} refused this call, so no rank saves. {text}")
+    conflicts = _find_conflicts(dict(zip(ranks, (rows for _, rows in gathered), strict=True)))
+    if conflicts:
+        _raise_conflict(conflicts, weights, group)
+
+
+def _find_conflicts(rows_by_rank: Mapping[int, Tensor]) -> dict[int, tuple[int, int]]:
+    """Return the digest of each name with different weights, and two ranks that hold them."""
+    layouts: dict[int, tuple[int, int]] = {}
+    values: dict[tuple[int, int], tuple[int, int]] = {}
+    conflicts: dict[int, tuple[int, int]] = {}
+    for rank, rows in rows_by_rank.items():
+        for name, layout, place, checksum in rows.tolist():
+            first_rank, first_layout = layouts.setdefault(name, (rank, layout))
+            if first_layout != layout:
+                conflicts.setdefault(name, (first_rank, rank))
+                continue
+            first_rank, first_checksum = values.setdefault((name, place), (rank, checksum))
+            if first_checksum != checksum:
+                conflicts.setdefault(name, (first_rank, rank))
+    return conflicts
+
+
+def _raise_conflict(
+    conflicts: Mapping[int, tuple[int, int]], weights: Mapping[str, Tensor], group: Any
+) -> None:
+    """Raise one error on every rank, also on a rank that has no weight of such a name.
+
+    Collective: every rank of ``group`` must call this.
+    """
+    names = [(name, conflicts[key]) for name in weights if (key := _digest(name)) in conflicts]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, names[:1], group=group)
+    name, (first_rank, second_rank) = next(pair for pairs in gathered for pair in pairs)
+    number = len(conflicts)
+    others = "" if number == 1 else f" (and under {number - 1} more)"
+    raise SettingError(
+        f"amp.flat_state_dict() has one place for {name!r}, and ranks {first_rank} and "
+        f"{second_rank} hold different weights under that name{others}. A checkpoint would keep "
+        "one of them. Such weights are experts or shards that are plain tensors, pipeline stages "
+        "whose modules have the same names, or replicas that have diverged. Give the modules of "
+        f"different stages different names, or save {SEPARATE_STATES} in a file for each rank. To "
+        "load a checkpoint into weights that still differ, call amp.flat_state_dict(saved)"
+    )
+
+
+@torch.no_grad()
+def _fingerprints(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return one row for each weight: digests of its name, layout and place, and its checksum."""
+    digests = []
+    sums = []
+    for name, weight in weights.items():
+        layout: list[object] = [tuple(weight.shape), weight.dtype]
+        place: list[object] = []
+        if is_dtensor(weight):
+            coordinate = weight.device_mesh.get_coordinate()
+            for dim, placement in enumerate(weight.placements):
+                if not placement.is_replicate():
+                    layout.append((str(placement), weight.device_mesh.size(dim)))
+                    place.append(None if coordinate is None else coordinate[dim])
+        digests.append([_digest(name), _digest(str(layout)), _digest(str(place))])
+        sums.append(_checksum(local_of(weight)))
+    rows = torch.empty(len(digests), 4, dtype=torch.int64, device="cpu")
+    for row, digest, checksum in zip(rows, digests, sums, strict=True):
+        row[:3] = torch.tensor(digest, device="cpu")
+        row[3] = checksum.cpu()  # after every sum was launched, so that the device waits once
+    return rows
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, read as integers: 0-d int64 on its device."""
+    if is_traceable_wrapper_subclass(tensor):  # such as torchao's weights for a float8 all-gather
+        names, _ = tensor.__tensor_flatten__()
+        return torch.stack([_checksum(getattr(tensor, name)) for name in names]).sum()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.element_size()
+    is_aligned = flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(torch.int64 if is_aligned else integers[size]).sum(dtype=torch.int64)
+
+
+def _digest(text: str) -> int:
+    """Return 64 bits that are the same for equal texts on all ranks."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
