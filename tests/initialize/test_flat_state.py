@@ -146,12 +146,15 @@ def torchs(name: str, **settings: Any) -> Make:
     return functools.partial(getattr(torch.optim, name), **{"lr": 1e-2} | settings)
 
 
-def imported(module: str, name: str, **settings: Any) -> Make:
-    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        library = pytest.importorskip(module, reason=f"{module} is not installed")
-        return getattr(library, name)(parameters, **settings)  # type: ignore[no-any-return]
+def make_imported(
+    parameters: Any, module: str, name: str, settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    library = pytest.importorskip(module, reason=f"{module} is not installed")
+    return getattr(library, name)(parameters, **settings)  # type: ignore[no-any-return]
 
-    return make_optimizer
+
+def imported(module: str, name: str, **settings: Any) -> Make:
+    return functools.partial(make_imported, module=module, name=name, settings=settings)
 
 
 def muon(parameters: Any) -> torch.optim.Optimizer:
