@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of
 from distamp.groups import GroupLike
-from distamp.initialize.weight_copies import SEPARATE_STATES, check_weight_copies
+from distamp.initialize.weight_copies import (
+    SEPARATE_STATES,
+    check_weight_copies,
+    is_wrapper_subclass,
+)
 from distamp.initialize.wrappers import recognise
 from distamp.optimizers import inner_optimizer, unwrapped
 from distamp.scaler import masters_of
@@ -61,7 +64,8 @@ class _SteppedWeight:
     @property
     def state(self) -> Mapping[str, Any]:
         """The optimizer's state of this weight, which may be empty."""
-        return self.optimizer.state.get(self.tensor, {})
+        state: Mapping[str, Any] = self.optimizer.state.get(self.tensor, {})
+        return state
 
 
 class FlatState:
@@ -223,7 +227,7 @@ class FlatState:
             for key, value in weight.state.items():
                 _check_state(weight, key, value)
                 name = f"{weight.record_name}.{key}"
-                if is_dtensor(value) or not is_traceable_wrapper_subclass(value):
+                if is_dtensor(value) or not is_wrapper_subclass(value):
                     state[name] = value
                     specs.append((key, None))
                     continue
@@ -283,7 +287,7 @@ def _check_state(weight: _SteppedWeight, key: str, value: Any) -> None:
             reason = f"it is placed as {value.placements}, and the weight as {stepped.placements}"
     elif is_dtensor(stepped) and (value.numel() > 1 or type(value) not in _PLAIN_TENSORS):
         reason = f"it is a {kind} of shape {tuple(value.shape)}, and the weight is a DTensor"
-    elif is_traceable_wrapper_subclass(value):
+    elif is_wrapper_subclass(value):
         parts, _ = _flatten_subclass(value)
         if not all(type(part) in _PLAIN_TENSORS for part in parts.values()):
             reason = f"it is a {kind}, whose parts are not plain tensors"

@@ -15,10 +15,18 @@ from distamp.errors import SettingError
 from distamp.gradients import is_dtensor, local_of
 from distamp.groups import GroupLike, resolve
 
-__all__ = ["SEPARATE_STATES", "check_weight_copies"]
+__all__ = ["SEPARATE_STATES", "check_weight_copies", "is_wrapper_subclass"]
 
 #: The states that work in every layout, for the end of a refusal.
 SEPARATE_STATES = "model.state_dict(), optimizer.state_dict() and amp.state_dict()"
+
+
+def is_wrapper_subclass(value: object) -> bool:
+    """Return whether a tensor consists of others that ``__tensor_flatten__`` names.
+
+    torch's own function narrows the type to a protocol that no Tensor has.
+    """
+    return bool(is_traceable_wrapper_subclass(value))
 
 
 def check_weight_copies(
@@ -124,8 +132,8 @@ def _fingerprints(weights: Mapping[str, Tensor]) -> Tensor:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return the sum of the bits of a tensor, read as integers: 0-d int64 on its device."""
-    if is_traceable_wrapper_subclass(tensor):  # such as torchao's weights for a float8 all-gather
-        names, _ = tensor.__tensor_flatten__()
+    if is_wrapper_subclass(tensor):  # such as torchao's weights for a float8 all-gather
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return torch.stack([_checksum(getattr(tensor, name)) for name in names]).sum()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
