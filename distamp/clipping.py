@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.errors import GradientError, SettingError, StageError
+from distamp.fsdp_params import sharded_params
 from distamp.gradients import (
     are_dense,
     combined,
@@ -94,8 +95,10 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
     Raises:
         TypeError: Something given is neither.
         StageError: Gradients may be scaled, and belong to none of ``optimizers``.
+        GradientError: FSDP1 has gathered the parameters, which have no gradients then.
     """
     is_one = is_optimizer(given)
+    optimizers = list(optimizers)
     wanted = {} if is_one else {id(p): p for p in _parameters(given)}
     left = {key for key, parameter in wanted.items() if parameter.grad is not None}
     owners: list[Any] = []
@@ -114,6 +117,8 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
         owners.append(optimizer)
         shares.append(Share(pairs, source.part))
         multiplied |= held
+    if wanted and all(parameter.grad is None for parameter in wanted.values()):
+        _refuse_summoned(list(wanted.values()), optimizers)
     if left and scaled:
         raise StageError(
             f"{len(left)} of {len(wanted)} parameters have gradients and belong to no optimizer "
@@ -123,6 +128,27 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
     if left:  # in the order given, for a norm of DTensors may be a collective
         shares.append(Share([(p, p) for key, p in wanted.items() if key in left]))
     return Chosen(owners, shares, list(multiplied.values()))
+
+
+def _refuse_summoned(params: Sequence[Tensor], optimizers: Iterable[Any]) -> None:
+    """Refuse parameters of FSDP1's ``summon_full_params``, which have no gradients.
+
+    Args:
+        params: Parameters of which none has a gradient.
+        optimizers: Those that a guard or scaler has seen.
+
+    Raises:
+        GradientError: The gradients are those of flat parameters, which an optimizer holds.
+    """
+    held = [p for optimizer in optimizers for p in source_of(optimizer).parameters()]
+    if set(map(id, held)).isdisjoint(map(id, params)) and any(
+        getattr(p, "_is_flat_param", False) and p.grad is not None for p in held
+    ):
+        raise GradientError(
+            f"None of the {len(params)} parameters has a gradient, and the optimizer holds flat "
+            "parameters of FSDP1 that have some. Call clip_grad_norm_ outside of "
+            "summon_full_params(), or pass the optimizer."
+        )
 
 
 def choose_unscaled(given: Any) -> Chosen:
@@ -161,6 +187,7 @@ def is_optimizer(given: Any) -> bool:
 
 
 def _parameters(given: Any) -> list[Tensor]:
+    """Return the parameters whose gradients are clipped: shards for those that are gathered."""
     parameters = [given] if isinstance(given, Tensor) else list(given)
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
@@ -168,7 +195,15 @@ def _parameters(given: Any) -> list[Tensor]:
                 "clip_grad_norm_ takes an optimizer or Tensors, such as model.parameters(), not "
                 f"{type(parameter).__name__}s"
             )
-    return parameters
+    for parameter in parameters:
+        if not (parameter.is_leaf or parameter.retains_grad):
+            raise GradientError(
+                f"A tensor of shape {tuple(parameter.shape)} is the result of an operation, so it "
+                "has no gradient. FSDP1 puts such tensors in the place of parameters under "
+                "SHARD_GRAD_OP, in a forward pass that no backward pass follows. Call "
+                "clip_grad_norm_ before such a forward pass, or run it under torch.no_grad()."
+            )
+    return sharded_params(parameters)
 
 
 def positive(name: str, value: Any, or_zero: bool = False) -> float:

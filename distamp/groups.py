@@ -22,8 +22,8 @@ _AVAILABLE = dist.is_available()
 # By torch's newer name where there is, which does not warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _DESTROYED = (
-    "the process group of this scaler was destroyed; set scaler.process_group to the new one "
-    "(or to None for the default group)"
+    "The process group of this guard or scaler was destroyed. Set guard.process_group or "
+    "scaler.process_group to the new group (None is the default group)"
 )
 
 
@@ -115,10 +115,10 @@ def reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
         collective(*given)
     except RuntimeError as error:
         raise LockstepError(
-            f"rank {group.global_rank} lost its peers while agreeing on found_inf: a rank died, "
-            "its scaler is not enabled, or it did not make the same scaler call within the group's "
-            "timeout. If only some ranks train, give those a group of their own: "
-            f"DistGradScaler(process_group=...) ({error})"
+            f"rank {group.global_rank} lost its peers. A rank died, or it did not make the same "
+            "call of the guard or scaler within the group's timeout, or its guard or scaler is "
+            "disabled. If only some ranks train, make a group of those ranks and pass it as "
+            f"process_group=. ({error})"
         ) from error
 
 

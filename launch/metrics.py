@@ -177,7 +177,7 @@ class Metrics(contextlib.ExitStack):
         last = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
         which = ", ".join(["..."] * (len(last) < progress.skipped) + last)
         skipped = f"{progress.skipped} skipped on every rank: {which}" if which else "none skipped"
-        self.say(f"{progress.step - progress.skipped} steps taken, {skipped}")
+        self.say(f"{counted_steps(progress.step - progress.skipped)} taken, {skipped}")
         took = timedelta(seconds=round(time.monotonic() - self._started))
         gigabytes = peak_memory(self._job.device) / 2**30
         self.say(f"it took {took}; peak memory of rank 0: {gigabytes:.2f} GiB")
@@ -201,6 +201,11 @@ def _given(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no_{name}")
     return f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
+
+
+def counted_steps(number: int) -> str:
+    """Return a number of steps as text, such as "1 step"."""
+    return f"{number} step" if number == 1 else f"{number} steps"
 
 
 def targets_of(data: Data) -> int:

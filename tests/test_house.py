@@ -14,7 +14,7 @@ PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
 FOUNDATION = {"callers", "errors", "precision", "protocols"}
-GRADIENTS = {"host", "optimizers", "gradients", "sources"}
+GRADIENTS = {"host", "optimizers", "fsdp_params", "gradients", "sources"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "precision": {"errors"},
@@ -24,12 +24,13 @@ ROOMS: dict[str, set[str]] = {
     "host": set(),
     "groups": {"errors", "host"},
     "optimizers": set(),
+    "fsdp_params": {"errors"},
     "gradients": {"errors", "host", "optimizers"},
     "sources": {"gradients", "optimizers"},
     "clipping": {"errors", "groups", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "report": {*FOUNDATION, "optimizers", "autocast"},
+    "report": {*FOUNDATION, "optimizers", "fsdp_params", "autocast"},
     "guard": {*FOUNDATION, *GRADIENTS, "groups", "clipping"},
     "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "guard", "masters"},
     "comm_hooks": {*FOUNDATION, "host"},

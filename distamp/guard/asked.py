@@ -29,6 +29,10 @@ from distamp.protocols import CommHook, Replay
 __all__ = ["Asked", "Guard"]
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def checked_hook(state: object) -> CommHook:
     """Return the state of a hook that a scaler can tell of its scale.
 
@@ -96,8 +100,28 @@ class Asked:
     _enabled: bool
     _guard: Guard
     _per_optimizer_states: dict[int, dict[str, Any]]
+    #: Whether gradients are divided by a loss scale.
+    _divides: bool
     #: What gradients are divided by.
     get_scale: Callable[[], float]
+
+    def __repr__(self) -> str:
+        """Return loss scale, ranks and steps as far as the host knows them; sends nothing."""
+        name = type(self).__name__
+        if not self._enabled:
+            return f"<{name}, disabled>"
+        text = f"<{name} of {_counted(self._guard.ranks.size, 'rank')}{self._scale_text()}"
+        steps = []
+        for optimizer, state in self._guard.optimizers.live():
+            taken, skipped, _, spikes = state.counts
+            spiked = f", {_counted(spikes, 'spike')}" if spikes else ""
+            kind = type(optimizer).__name__
+            steps.append(f"{kind} {_counted(taken, 'step')} taken, {skipped} skipped{spiked}")
+        return text + (": " + " | ".join(steps) if steps else "") + ">"
+
+    def _scale_text(self) -> str:
+        """Return the loss scale for `__repr__`, after a space; nothing without one."""
+        return ""
 
     def _divisor(self, call: str, given: Any) -> Tensor:
         """Return what gradients are divided by, 0-d float32, on the device of the flags."""
@@ -110,7 +134,14 @@ class Asked:
 
     def _state(self, given: Any) -> OptimizerState:
         optimizers = self._guard.optimizers
-        return optimizers.find(innermost(given)) or optimizers.add(given)
+        state = optimizers.find(innermost(given))
+        if state is None:
+            state = optimizers.add(given)
+            self._carry_over_first_gradients(given)
+        return state
+
+    def _carry_over_first_gradients(self, optimizer: Any) -> None:
+        """Bring the gradients of an optimizer that is seen for the first time to today's scale."""
 
     def _unguarded(self, given: Any) -> OptimizerState:
         """Return what a disabled scaler knows: of an optimizer without a norm, nothing."""
@@ -124,8 +155,9 @@ class Asked:
     def add_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         """Make optimizers known before their first ``step``.
 
-        Gradients of an optimizer that is known are carried over when the scale changes before its
-        first step. `distamp.initialize` and the integrations do this.
+        A rank that never calls ``scale``, such as a pipeline stage without the loss, carries
+        gradients over to a changed scale only for optimizers that it knows. `distamp.initialize`
+        and the integrations call this.
 
         Raises:
             TypeError: Not an optimizer.
@@ -264,7 +296,8 @@ class Asked:
                 "a skipped step and before zero_grad()"
             )
         scale = None if self._per_optimizer_states else own.skipped_at
-        return OverflowReport(self.get_scale() if scale is None else scale, overflows)
+        scale = self.get_scale() if scale is None else scale
+        return OverflowReport(scale, overflows, is_scaled=self._divides)
 
     @property
     def replay(self) -> Replay | None:
@@ -324,8 +357,8 @@ class Asked:
         left = [each for each in self._guard.hooks if each is not hook]
         if len(left) == len(self._guard.hooks):
             raise ValueError(
-                f"detach() was given a {type(hook_state).__name__} that is not attached to this "
-                "scaler; pass what you passed to attach()"
+                f"detach() was given a {type(hook_state).__name__} that is not attached; "
+                "pass what you passed to attach()"
             )
         self._guard.hooks = left
         hook.iteration_ended()  # it hears of no update any more

@@ -75,11 +75,11 @@ class ByNorm(NamedTuple):
             norm = math.sqrt(total) if total >= 0.0 else math.nan
             limit = math.inf if self.skip_above is None else float(self.skip_above)
             finite = math.isfinite(norm)
-            spike = finite and norm > limit
+            is_above_limit = finite and norm > limit
             factor = 1.0
-            if self.max_norm is not None and finite and not spike:
+            if self.max_norm is not None and finite and not is_above_limit:
                 factor = min(1.0, self.max_norm / (norm + 1e-6))
-            return Verdict(norm, not finite, spike, factor)
+            return Verdict(norm, not finite, is_above_limit, factor)
         exact = total.sqrt()
         is_finite = exact.isfinite()
         clip = torch.ones_like(exact)
@@ -89,8 +89,9 @@ class ByNorm(NamedTuple):
         if self.skip_above is not None:
             above = self.skip_above
             above = host.moved(above, exact.device) if isinstance(above, Tensor) else above
-            spike = (exact > above).logical_and_(is_finite).float()
-            clip = torch.where(spike > 0, 1.0, clip)
+            is_above = (exact > above).logical_and_(is_finite)
+            clip = torch.where(is_above, 1.0, clip)
+            spike = is_above.float()
         return Verdict(exact.float(), is_finite.logical_not().float(), spike, clip.float())
 
 

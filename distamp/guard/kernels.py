@@ -18,6 +18,7 @@ __all__ = [
     "names_of_step",
     "refuse_mps",
     "refuse_names",
+    "refuse_positional",
     "step_with",
     "stepping",
     "takes_flags",
@@ -43,9 +44,10 @@ def takes_flags(optimizer: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def names_of_step(kind: Hashable) -> frozenset[str]:
-    """Return the names of what the ``step`` of a class takes."""
-    return frozenset(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
+def names_of_step(kind: Hashable) -> tuple[str, ...]:
+    """Return the names of the arguments that the ``step`` of a class takes, in order."""
+    names = tuple(inspect.signature(kind.step).parameters)  # type: ignore[attr-defined]
+    return names[1:] if names[:1] == ("self",) else names
 
 
 def refuse_mps(device: torch.device | str) -> None:
@@ -87,12 +89,29 @@ def refuse_names(optimizer: Any, *names: str) -> None:
         TypeError: The optimizer's ``step`` has a parameter of one of these names.
     """
     kind: Any = type(stepping(optimizer))
-    taken = names_of_step(kind).intersection(names)
+    taken = set(names_of_step(kind)).intersection(names)
     if taken:
         raise TypeError(
             f"The step of {kind.__name__} has a {min(taken)} of its own, so it is not known which "
             f"of the two {min(taken)}= is for. Call clip_grad_norm_(optimizer, max_norm) before "
             "step, or call step_all, which passes nothing on."
+        )
+
+
+def refuse_positional(optimizer: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a number that the optimizer's step would take for its closure.
+
+    Raises:
+        TypeError: The first of ``args`` would be the closure, and cannot be called.
+    """
+    if not args or args[0] is None or callable(args[0]):
+        return
+    kind: Any = type(stepping(optimizer))
+    if names_of_step(kind)[:1] == ("closure",):
+        raise TypeError(
+            f"step(optimizer, {args[0]!r:.80}) passes {args[0]!r:.80} to {kind.__name__}.step as "
+            "its closure, and it cannot be called. The arguments of a guard or scaler are given by "
+            "name, such as step(optimizer, max_norm=1.0)."
         )
 
 

@@ -144,6 +144,7 @@ class Resolved:
         takes_flags: Whether its own kernel skips; asked by ``step``.
         agreed: Whether the flags in the record are what all ranks agreed on.
         ranks: Those that overflowed, where the host knows.
+        bad_names: For each of them the name of its first bad parameter, where known.
         own: Whether this rank did, where ranks agreed and the host does not know which.
         failed: Whether its step raised, and may be made again until a loss is scaled.
         absence: Whether it has gradients, on this rank and on any rank.
@@ -162,6 +163,7 @@ class Resolved:
     takes_flags: bool = False
     agreed: bool = False
     ranks: tuple[int, ...] | None = None
+    bad_names: tuple[str, ...] = ()
     own: Flag | None = None
     failed: bool = False
     absence: Absence = field(default_factory=Absence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distamp.fsdp_params import sharded_params
 from distamp.gradients import local_gradients, local_of
 from distamp.optimizers import describe, parameter_names, parameters_of
 from distamp.sources import source_of
@@ -19,11 +21,16 @@ __all__ = [
     "OverflowReport",
     "Skip",
     "find_overflows",
+    "first_bad_name",
     "gradients_by_name",
     "log_skip",
     "log_spike",
     "names_of",
 ]
+
+
+#: The number of different names that a log line has at most.
+_MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,12 @@ class OverflowReport:
     Args:
         scale: The loss scale of the gradients: after ``update()``, that of the skipped step.
         overflows: By rank and then in the order of the parameters.
+        is_scaled: Whether there is a loss scale; False for a `StepGuard`, whose ``scale`` is 1.
     """
 
     scale: float
     overflows: tuple[Overflow, ...]
+    is_scaled: bool = True
 
     def __str__(self) -> str:
         width = max((len(o.name) for o in self.overflows), default=9)
@@ -68,7 +77,10 @@ class OverflowReport:
             f"{o.largest_finite:>14.4g}"
             for o in self.overflows
         ]
-        return "\n".join([f"overflow at loss scale {self.scale:g}", head, *rows])
+        title = "inf or NaN in the gradients"
+        if self.is_scaled:
+            title += f" at loss scale {self.scale:g}"
+        return "\n".join([title, head, *rows])
 
 
 def names_of(named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
@@ -78,8 +90,10 @@ def names_of(named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
         TypeError: ``named`` is no pairs, as ``model.named_parameters()`` gives them.
     """
     try:
-        return {parameter: name for name, parameter in named or ()}
-    except (TypeError, ValueError):
+        pairs = [(name, tensor) for name, tensor in named or ()]
+        tensors = sharded_params(tensor for _, tensor in pairs)
+        return {tensor: name for tensor, (name, _) in zip(tensors, pairs, strict=True)}
+    except (AttributeError, TypeError, ValueError):
         raise TypeError(
             "named_parameters must be pairs of name and parameter, as model.named_parameters() "
             f"gives them, not {type(named).__name__}"
@@ -119,7 +133,8 @@ def gradients_by_name(
     behind = {id(s): p for o in optimizers for p, s in source_of(o).stepped()}
     named: list[tuple[str, Tensor]]
     if model is not None:
-        named = list(model.named_parameters())
+        in_model = dict(model.named_parameters())
+        named = list(zip(in_model, sharded_params(in_model.values()), strict=True))
     else:
         pairs = ((n, p) for o in optimizers for n, p in _named_by(o))
         models = ((name, behind.get(id(p), p)) for name, p in pairs)
@@ -134,6 +149,24 @@ def _named_by(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     yield from zip(parameter_names(optimizer), parameters_of(optimizer), strict=True)
 
 
+def first_bad_name(optimizer: Any, names: Mapping[Tensor, str]) -> str:
+    """Return the name of the first parameter whose gradient on this rank has inf or NaN.
+
+    An error in the search is returned in the place of a name, because the other ranks wait for it.
+
+    Args:
+        optimizer: Holds the gradients.
+        names: Names of parameters. Without them the text is empty.
+    """
+    if not names:
+        return ""
+    try:
+        found = find_overflows(gradients_by_name([optimizer], names), 0)
+        return next((overflow.name for overflow in found), "")
+    except Exception as error:
+        return f"a parameter that cannot be named ({type(error).__name__}: {error!s:.80})"
+
+
 class Skip(NamedTuple):
     """A step that was skipped.
 
@@ -143,6 +176,8 @@ class Skip(NamedTuple):
         at: At which loss scale, as text; empty without one.
         ranks: Those that overflowed, where they are known.
         as_it_was: Whether the gradients still are as they were, to find the parameter.
+        bad_names: For each of ``ranks`` the name of its first bad parameter; an empty text where it
+            is not known. Empty where the ranks sent no names.
     """
 
     logger: str
@@ -150,6 +185,24 @@ class Skip(NamedTuple):
     at: str
     ranks: Sequence[int] | None
     as_it_was: bool
+    bad_names: Sequence[str] = ()
+
+    @property
+    def first_bad(self) -> str:
+        """The names that the ranks sent, as text; ranks with the same name once."""
+        ranks_by_name: dict[str, list[str]] = {}
+        for rank, name in zip(self.ranks or (), self.bad_names, strict=False):
+            if name:
+                ranks_by_name.setdefault(name, []).append(str(rank))
+        if len(ranks_by_name) == 1:
+            return f", first in {next(iter(ranks_by_name))}"
+        parts = [
+            f"{name} (rank{'' if len(ranks) == 1 else 's'} {', '.join(ranks)})"
+            for name, ranks in itertools.islice(ranks_by_name.items(), _MOST_NAMES)
+        ]
+        more = len(ranks_by_name) - len(parts)
+        parts += [f"{more} other{'' if more == 1 else 's'}"] * (more > 0)
+        return f", first in {', '.join(parts)}" if parts else ""
 
 
 def log_skip(optimizer: Any, skip: Skip, names: dict[Tensor, str]) -> None:
@@ -163,8 +216,10 @@ def log_skip(optimizer: Any, skip: Skip, names: dict[Tensor, str]) -> None:
     log, ranks = logging.getLogger(skip.logger), skip.ranks
     if not log.isEnabledFor(logging.INFO):
         return
-    named = gradients_by_name([optimizer], names) if skip.as_it_was else ()
-    first = next((f", first in {overflow.name}" for overflow in find_overflows(named, 0)), "")
+    first = skip.first_bad
+    if not first and skip.as_it_was:
+        named = gradients_by_name([optimizer], names)
+        first = next((f", first in {overflow.name}" for overflow in find_overflows(named, 0)), "")
     some = "s" if ranks and len(ranks) > 1 else ""
     where = f" on rank{some} {', '.join(map(str, ranks))}" if ranks else ""
     spoilt = ", ".join(_spoilt(names))

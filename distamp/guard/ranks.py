@@ -43,7 +43,6 @@ the next call.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import weakref
 import zlib
@@ -84,10 +83,12 @@ class Found(NamedTuple):
     Args:
         flag: Whether any rank overflowed.
         ranks: Those that did, by their global numbers, where the host knows.
+        bad_names: For each of them the name of its first bad parameter; empty where not known.
     """
 
     flag: Flag
     ranks: tuple[int, ...] | None = None
+    bad_names: tuple[str, ...] = ()
 
 
 class Absence:
@@ -219,6 +220,13 @@ class Ranks:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     @property
+    def size(self) -> int:
+        """The number of ranks to agree with; makes no group, unlike `group`."""
+        if self.given is not None:
+            return self.given.size()
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the group, which speaks for all; so is one alone."""
         return self._group is None or dist.get_rank(self._group.process_group) == 0
@@ -346,6 +354,7 @@ class Ranks:
         found: Sequence[Flag],
         absences: Sequence[Absence],
         problem: Problem | None,
+        name_bad: Callable[[int], str] | None = None,
     ) -> tuple[list[Found], Flag]:
         """Send this rank's flag of each optimizer; return the flags that all ranks agree on.
 
@@ -357,6 +366,8 @@ class Ranks:
             found: Whether each optimizer's gradients overflowed here.
             absences: Whether each optimizer has gradients; completed from the reply.
             problem: The error of this rank, if there is one.
+            name_bad: Takes the place of an optimizer in ``found`` that overflowed here, and returns
+                the name of its first bad parameter. It must not raise, because other ranks wait.
 
         Returns:
             The result for each optimizer, and whether ranks differ, where the host does not know
@@ -374,10 +385,29 @@ class Ranks:
         if not total:
             return [Found(False, ())] * len(found), False
         self.overflowed = True
-        everyone = self.gather(reasons, group)
-        columns = zip(*everyone, strict=True)
-        overflowed = [tuple(itertools.compress(group.global_ranks, each)) for each in columns]
-        return [Found(bool(ranks), ranks) for ranks in overflowed], False
+        return self.gather_bad_names(group, reasons, name_bad), False
+
+    def gather_bad_names(
+        self, group: Group, found: Sequence[bool], name_bad: Callable[[int], str] | None
+    ) -> list[Found]:
+        """Return for each optimizer the ranks that overflowed, and their first bad parameters.
+
+        Collective: every rank of `process_group` must call this.
+        """
+        mine = [
+            (is_bad, name_bad(place) if is_bad and name_bad is not None else "")
+            for place, is_bad in enumerate(found)
+        ]
+        agreed: list[Found] = []
+        for column in zip(*self.gather(mine, group), strict=True):
+            bad = [
+                (rank, name)
+                for rank, (is_bad, name) in zip(group.global_ranks, column, strict=True)
+                if is_bad
+            ]
+            ranks, names = tuple(rank for rank, _ in bad), tuple(name for _, name in bad)
+            agreed.append(Found(bool(bad), ranks, names))
+        return agreed
 
     def agree_on_norm(
         self,

@@ -240,10 +240,17 @@ class StepGuard(Steps):
                 "A StepGuard instance may only be pickled at the beginning of an iteration, or at "
                 "the end after guard.update()."
             )
-        return {"ranks": copy.deepcopy(self._guard.ranks), "limit": self._guard.limit}
+        # Attributes that a subclass added go along, as with torch's class.
+        state = dict(self.__dict__)
+        for name in ("_scale", "_growth_tracker", "_per_optimizer_states"):
+            del state[name]
+        state["_guard"] = copy.deepcopy(self._guard.ranks), self._guard.limit
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(state["ranks"], state["limit"])
+        ranks, limit = state["_guard"]
+        self.__dict__.update(state)
+        self._start(ranks, limit)
 
 
 def _device_of(given: Any) -> torch.device:

@@ -37,6 +37,7 @@ from distamp.guard.kernels import (
     leaves_garbage,
     names_of_step,
     refuse_names,
+    refuse_positional,
     step_with,
     stepping,
     takes_flags,
@@ -50,7 +51,7 @@ from distamp.guard.optimizer_state import (
     check_unscale,
     merged,
 )
-from distamp.guard.ranks import Absence, Call, Flag, Problem
+from distamp.guard.ranks import Absence, Call, Flag, Found, Problem
 from distamp.optimizers import describe, find_closure, innermost, parameters_of, unwrapped
 from distamp.sources import GradientSource, source_of
 
@@ -194,9 +195,10 @@ class Steps(Joins):
         *optimizers: torch.optim.Optimizer,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Divide the optimizers' gradients by the loss scale and agree on found-inf.
+        """Unscale the optimizers' gradients and agree on found-inf.
 
-        Like ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. It is
+        Like ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. A
+        `StepGuard` has no loss scale, so it leaves finite gradients unchanged. It is
         the message that ``step`` would send. So one rank may call it for one optimizer, to log
         a gradient, if it issues no other collective before its ``step``.
 
@@ -208,7 +210,7 @@ class Steps(Joins):
             StageError: Called twice for an optimizer, or after its ``step``.
             ValueError: float16 gradients under ``fp16_grads="error"``.
             GradientError: A gradient cannot be read.
-            LockstepError: Ranks differ in call, optimizers, scale or settings.
+            LockstepError: Ranks differ in call, optimizers, settings or loss scale.
         """
         if not self._enabled:
             return
@@ -255,6 +257,7 @@ class Steps(Joins):
             if before is not None:
                 one.state, one.agreed = before.state, before.agreed
                 one.ranks, one.own = before.ranks, before.own
+                one.bad_names = before.bad_names
             record[OWN] = one
         one.only_check = False
         if to_step:
@@ -343,7 +346,7 @@ class Steps(Joins):
         flags = self._unscale_grads_(one.given, factor, found_inf, allow_fp16)
         one.absence = Absence(here=not flags)
         one.record["found_inf_per_device"] = flags or {divisor.device: found_inf}
-        one.agreed, one.ranks, one.own = True, None, None
+        one.agreed, one.ranks, one.own, one.bad_names = True, None, None, ()
         if not one.only_check:
             one.record["stage"] = OptState.UNSCALED
 
@@ -362,7 +365,10 @@ class Steps(Joins):
                 found = [[*one.record["found_inf_per_device"].values()] for one in ones]
                 flags = [merged(each, divisor.device) for each in found]
             absences = [one.absence for one in ones]
-            agreed, differ = self._guard.ranks.agree(group, call, flags, absences, problem)
+            name_bad = functools.partial(self._first_bad_name, ones)
+            agreed, differ = self._guard.ranks.agree(
+                group, call, flags, absences, problem, name_bad
+            )
         except BaseException as raised:
             self._close(ones, divisor.device, raised)
             raise
@@ -370,6 +376,7 @@ class Steps(Joins):
             if problem is not None and one.record["stage"] is OptState.STEPPED:
                 continue
             one.agreed, one.ranks, one.own = True, each.ranks, own
+            one.bad_names = each.bad_names
             if each.flag is not False or problem is not None:  # else no flag here is set
                 tensor = as_tensor(each.flag, divisor.device)
                 one.record["found_inf_per_device"] = {tensor.device: tensor}
@@ -389,6 +396,9 @@ class Steps(Joins):
                 ranks.report_failed_step(describe(one.holder), raised)
         if not ranks.nobody_looked:
             _close(ones, device)
+
+    def _first_bad_name(self, ones: Sequence[Resolved], place: int) -> str:
+        return overflow.first_bad_name(ones[place].holder, self._guard.names)
 
     def _call(self, name: str, divisor: Tensor, ones: Sequence[Resolved], arguments: str) -> Call:
         """Return what ranks compare of a call."""
@@ -452,17 +462,20 @@ class Steps(Joins):
                 self._close(ones, device, raised)
                 raise
         verdict = by.verdict(total)
-        own.norm, who = verdict.norm, None
+        own.norm = verdict.norm
+        gathered = [Found(verdict.found)] * len(ones)
         bad: Flag | None = None
         if verdict.found is True and group is not None:
-            everyone = own.ranks.gather(not math.isfinite(square), group)
-            who = tuple(itertools.compress(group.global_ranks, everyone))
+            is_bad = [not math.isfinite(square)] * len(ones)
+            name_bad = functools.partial(self._first_bad_name, ones)
+            gathered = own.ranks.gather_bad_names(group, is_bad, name_bad)
         elif group is not None and isinstance(square, Tensor):
             bad = square.isfinite().logical_not()
         found = as_tensor(verdict.found, device)
-        for one in ones:
+        for one, each in zip(ones, gathered, strict=True):
             one.record["found_inf_per_device"] = {found.device: found}
-            one.agreed, one.ranks, one.own = True, who, bad
+            one.agreed, one.ranks, one.own = True, each.ranks, bad
+            one.bad_names = each.bad_names
             if one.state is not None:
                 one.state.norm = verdict.norm
         self._note_absent(group, ones)
@@ -567,7 +580,8 @@ class Steps(Joins):
             TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
                 the four above.
             SettingError: ``max_norm`` or ``skip_above`` is out of range.
-            LossScaleCollapse: ``max_consecutive_skips`` was reached.
+            NonFiniteGradients: ``max_consecutive_skips`` was reached; a scaler raises its subclass
+                `LossScaleCollapse`.
             ValueError, GradientError, LockstepError: As for `unscale_`.
         """
         norm_arguments = {
@@ -579,10 +593,11 @@ class Steps(Joins):
         passed = [name for name, value in norm_arguments.items() if value is not None]
         by = None
         if max_norm is not None or skip_above is not None:
-            by = ByNorm(**norm_arguments)
+            by = ByNorm(max_norm, skip_above, replicated, sharded)
         if not self._enabled:
             if passed:
                 refuse_names(optimizer, *passed)
+            refuse_positional(optimizer, args)
             skipped = self._skips_unguarded([optimizer], by)
             return None if skipped else optimizer.step(*args, **kwargs)
         divisor = self._divisor("step", optimizer)
@@ -591,6 +606,7 @@ class Steps(Joins):
             if passed:
                 refuse_names(optimizer, *passed)
             check_step(one.record)
+            refuse_positional(optimizer, args)
             if (args or kwargs) and find_closure(args, kwargs) is not None:
                 raise StageError(
                     "Closure use is not currently supported if GradScaler is enabled, as in torch, "
@@ -970,7 +986,7 @@ class Steps(Joins):
         if speaks:
             # Where the divisor still is a tensor, the gradients still are as they were.
             as_it_was = isinstance(divisor, Tensor)
-            skip = overflow.Skip(self._logger, number, at, ranks, as_it_was)
+            skip = overflow.Skip(self._logger, number, at, ranks, as_it_was, one.bad_names)
             overflow.log_skip(one.holder, skip, own.names)
         if own.limit is not None and in_a_row + 1 == own.limit:
             state.counts = (taken, before + 1, 0, spikes)

@@ -107,6 +107,11 @@ class Amp:
             "initialize on them; amp.state_dict() is what a checkpoint keeps"
         )
 
+    def __repr__(self) -> str:
+        """Return level, models and scaler, as far as the host knows them; sends nothing."""
+        models = ", ".join(type(model).__name__ for model in self.models)
+        return f"<Amp of {models} at {self.precision.level}: {self.scaler!r}>"
+
     @property
     def masters(self) -> list[MasterParameters]:
         """The fp32 master parameters of each optimizer that has some, which is so at O2."""
@@ -246,7 +251,7 @@ class Amp:
         Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
 
         Args:
-            max_norm: The largest norm after clipping; > 0.
+            max_norm: The largest norm after clipping; >= 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
             replicated: As in `DistGradScaler.clip_grad_norm_`.
             sharded: As in `DistGradScaler.clip_grad_norm_`. With ``replicas=``, the ranks outside
@@ -292,13 +297,23 @@ class Amp:
         Raises:
             StageError, GradientError, LockstepError, NonFiniteGradients: As `StepGuard.step`.
         """
-        self.scaler.step_all(
-            self.optimizers,
-            max_norm=max_norm,
-            skip_above=skip_above,
-            together=together,
-            **self._declared(replicated, sharded),
-        )
+        declared = self._declared(replicated, sharded)
+        try:
+            self.scaler.step_all(
+                self.optimizers,
+                max_norm=max_norm,
+                skip_above=skip_above,
+                together=together,
+                **declared,
+            )
+        except StageError as error:
+            if "_scale is None" not in str(error):  # torch's words, which name no call of Amp
+                raise
+            raise StageError(
+                f"amp.step() was called at {self.precision.level}, which scales the loss, and no "
+                "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
+                "use amp.scale_loss(loss)."
+            ) from error
         found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         self.scaler.update()

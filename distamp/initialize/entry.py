@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -203,11 +203,17 @@ def _schedule(
 
 
 def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
-    several = () if given is None else (given,) if isinstance(given, kind) else tuple(given)
+    if given is None:
+        return ()
+    if isinstance(given, kind):
+        return (given,)
+    is_other = isinstance(given, (nn.Module, torch.optim.Optimizer))
+    several = tuple(given) if isinstance(given, Iterable) and not is_other else (given,)
     for each in several:
         if not isinstance(each, kind):
+            order = " The model comes first: initialize(model, optimizer, level)." * is_other
             raise TypeError(
-                f"{name} must be a {kind.__name__} or several, not {type(each).__name__}"
+                f"{name} must be a {kind.__name__} or several, not {type(each).__name__}.{order}"
             )
     return several
 

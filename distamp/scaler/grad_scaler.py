@@ -25,6 +25,7 @@ from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
 from distamp.guard.step_guard import GUARDS
 from distamp.guard.steps import Steps, outside_the_graph
+from distamp.optimizers import innermost
 from distamp.scaler import settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_state, written_schedule
 from distamp.scaler.outputs import map_tensors
@@ -49,7 +50,7 @@ def _of_the_schedule(name: str) -> Any:
 class _Own:
     """What survives a call on a scaler, beside its guard and torch's own attributes."""
 
-    __slots__ = ("begun", "hysteresis", "inverse", "scaled", "settings")
+    __slots__ = ("begun", "hysteresis", "inverse", "scale_of_grads", "scaled", "settings")
 
     def __init__(self, given: Settings, begun: tuple[float, int]) -> None:
         self.settings = given
@@ -61,6 +62,9 @@ class _Own:
         self.inverse: tuple[float, Tensor] = (0.0, torch.empty((), device="cpu"))
         # Whether a loss was ever scaled here: ranks tell each other.
         self.scaled = False
+        # The scale of the last scaled losses, if an update has changed it since. An optimizer that
+        # is seen for the first time holds gradients of those losses.
+        self.scale_of_grads: float | Tensor | None = None
 
 
 class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
@@ -194,6 +198,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             self._lazy_init_scale_growth_tracker(output.device)
             scale, _ = self._check_scale_growth_tracker("scale")
         self._distamp.scaled = True
+        self._distamp.scale_of_grads = None
         own.kept.clear()
         for record in self._per_optimizer_states.values():
             if OWN in record and record[OWN].failed:  # its gradients will be others, scaled
@@ -286,6 +291,8 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             self._guard.ranks.steps += 1
         if not on_host or scale.item() != before:
             self._carry_over(scale, before)
+            if own.scaled and own.scale_of_grads is None:
+                own.scale_of_grads = before
         self._end_iteration()
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
@@ -297,6 +304,19 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             theirs = {id(p) for o in looked_at for p in source_of(o).parameters()}
             parameters = (p for o in waiting for p in source_of(o).parameters())
             carry_over((p for p in parameters if id(p) not in theirs), scale / before)
+
+    def _carry_over_first_gradients(self, optimizer: Any) -> None:
+        before = self._distamp.scale_of_grads
+        if before is None or self._was_looked_at(optimizer):
+            return
+        # The gradients of other optimizers that were seen are carried over, or the user's, already.
+        settled: set[int] = set()
+        for other, state in self._guard.optimizers.live():
+            if state.inside() is not innermost(optimizer):
+                settled.update(map(id, source_of(other).parameters()))
+        scale, _ = self._tensors()
+        waiting = [p for p in source_of(optimizer).parameters() if id(p) not in settled]
+        carry_over(waiting, scale / before)
 
     def _was_looked_at(self, optimizer: Any) -> bool:
         record = self._record_of(optimizer)
@@ -319,6 +339,14 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             self._load(Saved(self._distamp.settings.schedule, scale, int(tracker), int(hysteresis)))
         # update(new_scale) may have set it where others had no inputs left.
         self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
+
+    def _scale_text(self) -> str:
+        scale = self._scale
+        if scale is None:
+            return f" at loss scale {self._init_scale:g}"
+        if not host.is_host(scale.device):  # a read would synchronise
+            return f" with its loss scale on {scale.device}"
+        return f" at loss scale {scale.item():g}"
 
     # -- torch's private names ---------------------------------------------------------------------
 
@@ -385,6 +413,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
 
     def _load(self, saved: Saved) -> None:
         own, rule = self._distamp, saved.schedule
+        own.scale_of_grads = None
         own.settings = replace(own.settings, schedule=rule)
         scale = self.get_scale() if saved.scale is None else saved.scale
         tracker = self._get_growth_tracker() if saved.tracker is None else saved.tracker

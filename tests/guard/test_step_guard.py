@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,37 @@ def test_a_limit_of_skips_is_a_count_and_its_error_that_of_the_scaler_too():
         with pytest.raises(SettingError, match="max_consecutive_skips must be an integer"):
             StepGuard(max_consecutive_skips=bad)
     assert issubclass(LossScaleCollapse, NonFiniteGradients)
+
+
+class OfAFramework(StepGuard):
+    """A guard with attributes of its own, private ones too."""
+
+    def __init__(self) -> None:
+        super().__init__(max_consecutive_skips=1)
+        self.history, self._limit = [1.0], "theirs"
+
+
+class ScalerOfAFramework(DistGradScaler):
+    """The same of a scaler."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", max_consecutive_skips=1)
+        self.history, self._limit = [1.0], "theirs"
+
+
+def _pickled(given: Any) -> Any:
+    return pickle.loads(pickle.dumps(given))
+
+
+@pytest.mark.parametrize("kind", [OfAFramework, ScalerOfAFramework])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, _pickled])
+def test_a_copy_has_what_a_subclass_added_and_counts_its_own_steps(kind, copied):
+    """Like a copy of torch's scaler; the limit of skips goes along."""
+    (parameter, optimizer), original = sgd(), kind()
+    iteration(original, optimizer, parameter, 1.0)
+    original.history.append(2.0)
+    twin = copied(original)
+    assert (type(twin), twin.history, twin._limit) == (kind, [1.0, 2.0], "theirs")
+    with pytest.raises(NonFiniteGradients):
+        iteration(twin, optimizer, parameter, INF)
+    assert original.step_counts(optimizer).skipped == 0

@@ -15,7 +15,7 @@ from launch.config import Config, parse
 from launch.data import load_data
 from launch.folder import checkpoints_of
 from launch.job import Job, make_job
-from launch.metrics import figure_of, flops_per_example, read_records
+from launch.metrics import counted_steps, figure_of, flops_per_example, read_records
 from launch.parallel import Layout
 from launch.train import run
 from tests.launch import jobs
@@ -150,3 +150,8 @@ def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_pa
     (axes,) = figure(tmp_path, rows).axes
     (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
     assert crosses.get_xydata().tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_summary_counts_one_step_in_the_singular(number):
+    assert counted_steps(number) == f"{number} step" + ("" if number == 1 else "s")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from distamp import DistGradScaler
 from distamp.scaler import MasterParameters
@@ -106,15 +107,17 @@ def test_random_loops_step_by_the_right_gradients(seeds: range) -> None:
 # -- flows of trainers -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["seen late", "added"])
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
-@pytest.mark.parametrize("how", ["step", "unscale", "unscale both", "clip"])
-def test_an_optimizer_stepped_after_anothers_update(how, masters):
+@pytest.mark.parametrize("how", ["step", "fused", "unscale", "unscale both", "clip"])
+def test_an_optimizer_stepped_after_anothers_update(how, masters, added):
     """Lightning's manual optimisation: both backward, then step and update of each in turn."""
     (p, a), q = sgd(), leaf(1.0, dtype=torch.float16 if masters else torch.float32)
-    b = torch.optim.SGD([q], lr=1.0)
+    b = torch.optim.SGD([q], lr=1.0, fused=how == "fused")
     _kept = masters and MasterParameters(b)
     scaler = cpu_scaler(growth_interval=1, fp16_grads="master" if masters else "error")
-    scaler.add_optimizer(b)
+    if added:
+        scaler.add_optimizer(b)
     for gradient in (0.25, INF):  # one moves the scale up, the other down
         b.zero_grad()
         backward(scaler, q, 0.25)
@@ -128,6 +131,56 @@ def test_an_optimizer_stepped_after_anothers_update(how, masters):
         scaler.step(b)
         scaler.update()
     assert q.item() == 0.5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["bucket views", "FSDP2"])
+@pytest.mark.parametrize("first", [0.25, INF], ids=["growth", "backoff"])
+def test_optimizers_that_step_and_update_in_turn_from_the_first_iteration_on(first, layout):
+    """Each is made when it steps, the second and third after updates that changed the scale."""
+    models = [spread(nn.Linear(2, 2, bias=False), layout) for _ in range(3)]
+    weights = [next(model.parameters()) for model in models]
+    before = [local(weight.detach()).clone() for weight in weights]
+    scaler = cpu_scaler(growth_interval=1)
+    for model, gradient in zip(models, (first, 0.25, 0.5), strict=True):
+        scaler.scale(model(torch.ones(1, 2)).sum() * gradient).backward()
+    optimizers = []
+    for weight in weights:
+        optimizers.append(torch.optim.SGD([weight], lr=1.0))
+        scaler.step(optimizers[-1])
+        scaler.update()
+    expected = [0.0 if first == INF else 0.25, 0.25, 0.5]
+    for weight, old, value in zip(weights, before, expected, strict=True):
+        moved = old - local(weight.detach())
+        torch.testing.assert_close(moved, torch.full_like(moved, value))
+
+
+def test_gradients_of_a_new_optimizer_that_another_has_unscaled_are_not_carried_over():
+    """A new optimizer takes the parameters over between an update and the next loss."""
+    (parameter, optimizer), scaler = sgd(), cpu_scaler(growth_interval=1)
+    backward(scaler, parameter, 0.25)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.add_optimizer(torch.optim.SGD([parameter], lr=0.5))
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 0.25
+
+
+def test_flags_that_a_framework_wrote_down_are_not_followed_by_a_carry_over():
+    """DeepSpeed and the like unscale by themselves and fill torch's records in."""
+    (parameter, optimizer), (other, first) = sgd(), sgd()
+    scaler = cpu_scaler(growth_interval=1)
+    backward(scaler, parameter, 0.25)
+    iteration(scaler, first, other, 0.25)
+    assert parameter.grad is not None
+    parameter.grad.copy_(torch.tensor([0.25]))
+    record = scaler._per_optimizer_states[id(optimizer)]
+    record["stage"], record["found_inf_per_device"] = (
+        OptState.UNSCALED,
+        {torch.device("cpu"): torch.zeros(())},
+    )
+    scaler.step(optimizer)
+    assert parameter.item() == 0.75
 
 
 def test_what_an_optimizer_holds_that_the_scaler_never_saw_is_divided_by_todays_scale():

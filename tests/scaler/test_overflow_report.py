@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distamp import StepGuard
 from distamp.errors import LossScaleCollapse, StageError
+from distamp.guard import overflow
 from distamp.scaler import MasterParameters
 from tests.on_ranks import on_ranks
 from tests.ranks import logged
@@ -151,6 +153,81 @@ def test_a_skipped_step_is_explained_on_rank_0(unscale):
     assert len(lines) == (dist.get_rank() == 0)
     for words in ("AdamW", "1024", "rank 1", "3"):
         assert all(words in line for line in lines), words
+
+
+def _skip(way: str, make: Any, gradients: dict[str, Tensor]) -> list[str]:
+    """Return the log lines of a step of two optimizers, each over one layer, with these gradients.
+
+    Those of the layer ``first`` come first.
+    """
+    model = net()
+    if way == "masters":
+        model.half()
+    fused = way.startswith("fused")
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=1.0, fused=fused) for each in model.values()
+    ]
+    settings = {"fp16_grads": "master"} if way == "masters" and make is cpu_scaler else {}
+    _kept = [MasterParameters(each) for each in optimizers if way == "masters"]
+    made = make(named_parameters=model.named_parameters(), **settings)
+    made.scale(torch.ones(()))
+    for name, parameter in model.named_parameters():
+        given = gradients.get(name, torch.zeros_like(parameter))
+        parameter.grad = given.clone().to(parameter.dtype)
+    with logged("distamp.scaler" if make is cpu_scaler else "distamp.guard") as lines:
+        if "together" in way:
+            made.step_all(optimizers, together=True)
+        elif way == "step_all":
+            made.step_all(optimizers)
+        else:
+            for optimizer in optimizers:
+                if way == "unscale_":
+                    made.unscale_(optimizer)
+                made.step(optimizer, max_norm=1.0 if "norm" in way else None)
+    return lines
+
+
+WAYS = ["step", "unscale_", "norm", "fused", "fused norm", "masters", "step_all", "together"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
+def test_the_log_of_a_skip_names_the_first_bad_parameter_of_another_rank(make, way):
+    """Rank 1 is bad, and rank 0 logs."""
+    bad = {"second.weight": torch.tensor([[NAN, 1.0, 1.0]]), "second.bias": torch.tensor([INF])}
+    lines = _skip(way, make, bad if dist.get_rank() else {})
+    if dist.get_rank() == 0:
+        named = [line for line in lines if "on rank 1, first in second.weight" in line]
+        assert len(named) == 1, lines
+        assert len(lines) == 1 + (way == "together"), lines
+
+
+@on_ranks(4)
+def test_the_log_of_a_skip_names_the_parameters_of_each_rank():
+    """Ranks 1 and 3 have the same first bad parameter, and rank 2 another; rank 0 has none."""
+    weight, bias = {"second.weight": torch.full((1, 3), INF)}, {"second.bias": torch.tensor([NAN])}
+    gradients: list[dict[str, Tensor]] = [{}, weight, bias, weight]
+    lines = _skip("step", StepGuard, gradients[dist.get_rank()])
+    expected = "on ranks 1, 2, 3, first in second.weight (ranks 1, 3), second.bias (rank 2)"
+    assert all(expected in line for line in lines)
+    assert len(lines) == (dist.get_rank() == 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["step", "norm"])
+def test_an_error_while_one_rank_names_a_parameter_is_logged_and_hangs_no_other(way):
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such parameter")
+
+    bad = {"second.bias": torch.tensor([INF])} if dist.get_rank() else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(overflow, "gradients_by_name", fail)
+        lines = _skip(way, StepGuard, bad)
+    expected = "first in a parameter that cannot be named (RuntimeError: no such parameter)"
+    assert all(expected in line for line in lines)
+    assert len(lines) == (dist.get_rank() == 0)
 
 
 # -- LossScaleCollapse -----------------------------------------------------------------------------
