@@ -132,6 +132,21 @@ def test_the_model_has_what_eval_and_train_write_when_they_return(split):
 
 
 @SPLIT
+def test_the_model_has_what_eval_of_schedulefree_writes(split):
+    schedulefree = pytest.importorskip("schedulefree")
+    pair = Pair(lambda ps: schedulefree.SGDScheduleFree(ps, lr=0.1, foreach=False), split, "")
+    pair.call("train")
+    for step in range(3):
+        pair.backward(step)
+        pair.hand.unscale(1.0)
+        pair.call("step")
+    trained = pair.models[0][0].weight.detach().clone()
+    pair.call("eval")
+    assert pair.are_equal()
+    assert not torch.equal(pair.models[0][0].weight, trained)
+
+
+@SPLIT
 @pytest.mark.parametrize("unscales", [False, True])
 def test_the_two_steps_of_sam_are_those_of_float32(split, unscales):
     _ascend(split, unscales=unscales)
