@@ -25,7 +25,7 @@ from pydantic import (
 from distamp import Precision
 from distamp.precision import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.program import call, command, refusing, require
+from launch.program import UnknownNameError, call, command, refusing, require
 
 # What --precision may be called beside the levels' own names.
 _LEVELS = {"fp32": "O0", "fp16": "O1"}
@@ -45,7 +45,7 @@ def _one_of(names: Collection[str], pattern: str, form: str) -> AfterValidator:
         if value in names:
             return value
         if not re.fullmatch(pattern, value):
-            raise ValueError(f"it must be {', '.join([*names, form])}")
+            raise UnknownNameError(f"it must be {', '.join([*names, form])}", names)
         return _absolute(value)
 
     return AfterValidator(check)

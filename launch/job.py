@@ -89,6 +89,56 @@ def make_model(config: Config, data: Data, layout: Layout, device: torch.device)
     return model
 
 
+def start(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], config: Config, layout: Layout
+) -> Amp:
+    """Initialize distamp for a model that is cast and wrapped.
+
+    Raises:
+        UsageError: distamp refuses it; with the reason.
+    """
+    level, hook = config.level, None if config.hook == "none" else config.hook
+    is_dynamic = level.loss_scale == "dynamic"
+    two_levels = hook and layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
+    flags = f"--precision {config.precision} --hook {config.hook}"
+    with refusing(flags, ValueError, RuntimeError):
+        return initialize(
+            model,
+            optimizers,
+            level,
+            init_scale=config.init_scale if is_dynamic else None,
+            schedule=DynamicSchedule(growth_interval=config.growth_interval)
+            if is_dynamic
+            else None,
+            # A scale that is too large is found by skips in a row.
+            max_consecutive_skips=None if level.scales else 3,
+            comm_hook=hook,
+            replicas=layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None,
+        )
+
+
+def require_startable(config: Config, data: Data, device: torch.device) -> None:
+    """Refuse a model, an optimizer or a precision that the run would refuse, on one rank.
+
+    A model that is built on the meta device gets memory but no weights. Wrappers are left out, and
+    with them the refusals that only several ranks can meet.
+
+    Raises:
+        UsageError: The run would be refused; with the reason.
+    """
+    model = build(config, data)
+    is_cut = config.shard not in (0, 1) or config.tp > 1
+    # FSDP's fp32 shards are the masters of a run whose weights are cut over ranks.
+    has_own_masters = is_cut and bool(config.level.master_weights)
+    if any(p.is_meta for p in model.parameters()):
+        model.to_empty(device=device)
+    cast(model, config)
+    prepare_blocks(model, config)
+    optimizers = make_optimizers(model, config)
+    if not has_own_masters:
+        start(model, optimizers, config.model_copy(update={"hook": "none"}), Layout())
+
+
 def make_job(
     config: Config, data: Data, layout: Layout, device: torch.device, *, trains: bool = True
 ) -> Job:
@@ -102,24 +152,7 @@ def make_job(
     optimizers = make_optimizers(inner, config) if trains else []
     # After the cast, as DDP's buckets have the dtypes that it finds; before a hook, which it calls.
     model = wrap(inner, layout, data, device) if trains else inner
-    level, hook = config.level, None if config.hook == "none" else config.hook
-    is_dynamic = level.loss_scale == "dynamic"
-    two_levels = hook and layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
-    flags = f"--precision {config.precision} --hook {config.hook}"
-    with refusing(flags, ValueError, RuntimeError):
-        amp = initialize(
-            model,
-            optimizers,
-            level,
-            init_scale=config.init_scale if is_dynamic else None,
-            schedule=DynamicSchedule(growth_interval=config.growth_interval)
-            if is_dynamic
-            else None,
-            # A scale that is too large is found by skips in a row.
-            max_consecutive_skips=None if level.scales else 3,
-            comm_hook=hook,
-            replicas=layout.mesh["replicate"].get_group() if layout.mesh and two_levels else None,
-        )
+    amp = start(model, optimizers, config, layout)
     # After the masters, of which it is the average.
     average = Average(amp, config.ema if trains else 0.0)
     return Job(config, data, device, layout, model, amp, average)

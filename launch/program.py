@@ -29,6 +29,18 @@ class UsageError(Exception):
     """What a user asked for cannot be done; one sentence says what can."""
 
 
+class UnknownNameError(ValueError):
+    """A value that is none of some names.
+
+    Attributes:
+        names: The names that the value may be.
+    """
+
+    def __init__(self, sentence: str, names: Collection[str]) -> None:
+        super().__init__(sentence)
+        self.names = names
+
+
 def require(holds: object, sentence: str) -> None:
     """Raise `UsageError` unless something holds."""
     if not holds:
@@ -91,17 +103,31 @@ def refusal_of(error: pydantic.ValidationError) -> UsageError:
     fault = error.errors()[0]
     allowed = fault["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
     given = fault["input"]
-    has_names = fault["type"] in ("literal_error", "value_error")
-    hint = near(re.findall(r"[\w-]+", allowed), given) if has_names else ""
+    context = fault.get("ctx", {})
+    names: Collection[str] = ()
+    if fault["type"] == "literal_error":
+        names = re.findall(r"'([^']+)'", context["expected"])
+    elif isinstance(context.get("error"), UnknownNameError):
+        names = context["error"].names
+    hint = near(names, given) if isinstance(given, str) else ""
     return UsageError(f"{flag(str(fault['loc'][0]))} {given}: {allowed}{hint}")
 
 
 def place_of_user(error: BaseException) -> str | None:
-    """Return the innermost line of the user's own files that an error came through, if any."""
+    """Return the innermost line of the user's own files that an error came through, if any.
+
+    An error of syntax has no frame in the file in which it is.
+    """
+    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+        return f"{error.filename}, line {error.lineno}"
     for line in reversed(traceback.extract_tb(error.__traceback__)):
-        if line.filename[0] != "<" and not os.path.realpath(line.filename).startswith(_NOT_THEIRS):
+        if _is_users(line.filename):
             return f"{line.filename}, line {line.lineno}"
     return None
+
+
+def _is_users(filename: str) -> bool:
+    return filename[0] != "<" and not os.path.realpath(filename).startswith(_NOT_THEIRS)
 
 
 @contextlib.contextmanager
@@ -133,8 +159,34 @@ def load_own(flag: str, name: str) -> Any:
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    with refusing(f"{flag} {name}", ImportError, AttributeError, ValueError):
+    module, _, attribute = name.partition(":")
+    try:
         return pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        # One that the user's own file imports has a line in that file.
+        if place_of_user(error):
+            raise
+        first = module.partition(".")[0]
+        places = [Path(folder or ".").resolve() for folder in sys.path]
+        places = [place for place in places if _is_users(f"{place}{os.sep}") and place.is_dir()]
+        looked = ", ".join(map(str, dict.fromkeys(places)))
+        raise UsageError(
+            f"{flag} {name}: there is no module {error.name or module}. Looked for {first}.py and "
+            f"for a folder {first} in {looked}, and in the installed packages. Start the run from "
+            f"the folder that holds {first}, or add that folder to PYTHONPATH"
+        ) from None
+    except AttributeError as error:
+        if place_of_user(error):
+            raise
+        file = getattr(sys.modules.get(module), "__file__", None) or "a module of Python's own"
+        known = vars(sys.modules[module]) if module in sys.modules else ()
+        raise UsageError(
+            f"{flag} {name}: {module}, which is {file}, has no {attribute}{near(known, attribute)}"
+        ) from None
+    except (ImportError, ValueError) as error:
+        if place_of_user(error):
+            raise
+        raise UsageError(f"{flag} {name}: {error}") from None
 
 
 # -- how a program ends ----------------------------------------------------------------------------

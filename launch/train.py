@@ -24,10 +24,10 @@ from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
 from launch.data import Batch, batches, load_data, order
 from launch.evaluate import evaluate
-from launch.job import Job, cast, make_job
+from launch.job import Job, make_job, require_startable
 from launch.metrics import Metrics
-from launch.model import build, loss_of
-from launch.optim import Rates, cut_over, make_optimizers
+from launch.model import loss_of
+from launch.optim import Rates, cut_over
 from launch.parallel import Layout, pick_device, process_group
 from launch.program import (
     Asked,
@@ -63,7 +63,7 @@ def run(config: Config, asked_to_end: Asked) -> None:
     """
     data, device = load_data(config), pick_device(config)
     if config.check:
-        make_optimizers(cast(build(config, data), config), config)
+        require_startable(config, data, device)
         print(f"these flags can run, on {config.smallest_world()} ranks or more of their kind")
         return
     with process_group(config):

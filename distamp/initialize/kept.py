@@ -64,9 +64,12 @@ def matched(
         without = [rank for rank, (_, missing) in enumerate(everyone) if pattern in missing]
         if len(without) == len(everyone):
             close = dict.fromkeys(name for _, missing in everyone for name in missing[pattern])
+            hint = "the model has no modules inside, so call pin_precision(model, ...) instead"
+            if close:
+                hint = f"the nearest are {', '.join(map(repr, list(close)[:3]))}"
             raise SettingError(
                 f"precision has the pattern {pattern!r}, which no module's name matches on any "
-                f"rank; the nearest are {', '.join(map(repr, list(close)[:3]))}"
+                f"rank; {hint}"
             )
         if without:
             lines.append(

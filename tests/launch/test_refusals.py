@@ -331,6 +331,53 @@ def test_error_of_ones_own_names_its_line_and_keeps_its_traceback(
     assert first.startswith(f"error in {tmp_path / file}.py, line {line}: {error}")
 
 
+@pytest.mark.parametrize(
+    ("source", "line", "error"),
+    [
+        ("x = 1\ndef data(:\n", 2, "SyntaxError"),
+        ("def data():\nreturn 1\n", 2, "IndentationError"),
+        ("\nimport no_such_module_at_all\n", 2, "ModuleNotFoundError"),
+        ("\nfrom os import no_such_name\n", 2, "ImportError"),
+        ("\n\nraise ValueError('mine')\n", 3, "ValueError"),
+        ("import torch\ntorch.no_such_name\n", 2, "AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--data", "--model"])
+def test_a_file_that_raises_at_import_is_named_with_its_line(
+    tmp_path, monkeypatch, capsys, text, flag, source, line, error
+):
+    (tmp_path / "raising.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = () if flag == "--data" else ("--data", str(text))
+    kinds = (SyntaxError, ImportError, ValueError, AttributeError)
+    with pytest.raises(kinds):
+        main([*data, *map(str, TINY), flag, "raising:f", "--run-dir", str(tmp_path / "run")])
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"error in {tmp_path}/raising.py, line {line}: {error}")
+
+
+@pytest.mark.parametrize("flag", ["--data", "--model", "--optimizer"])
+def test_a_module_that_is_not_found_is_answered_with_the_folders_that_were_searched(
+    tmp_path, monkeypatch, capsys, text, flag
+):
+    """As of a run that was started from another folder than that of the file."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine_alone.py").write_text("")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
+    data = () if flag == "--data" else ("--data", text)
+    said = refused(capsys, *data, *TINY, flag, "mine_alone:f", "--run-dir", tmp_path / "run")
+    assert said.startswith(f"error: {flag} mine_alone:f: there is no module mine_alone. Looked for")
+    assert f"{tmp_path}/elsewhere" in said
+    assert "Start the run from the folder that holds mine_alone, or add that folder to" in said
+    (tmp_path / "elsewhere" / "mine_alone.py").write_text("def function(): ...\n")
+    said = refused(capsys, *data, *TINY, flag, "mine_alone:functoin", "--run-dir", tmp_path / "run")
+    assert f"mine_alone, which is {tmp_path}/elsewhere/mine_alone.py, has no functoin" in said
+    assert "did you mean function?" in said
+
+
 def test_ctrl_c_before_the_first_step_is_one_line(capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -356,6 +403,44 @@ def test_check_says_alone_whether_flags_can_run(text, tmp_path, capsys):
     assert "--heads" in refused(capsys, *given, "--heads", 3)
     assert "closure" in refused(capsys, *given, "--optimizer", "torch.optim:LBFGS")
     assert not (tmp_path / "run").exists()
+
+
+def half(data: object) -> nn.Module:
+    """A model that trains half-precision parameters, as an adapter over a half base may."""
+    return Idle(nn.Embedding(data.classes, data.classes)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--model {__name__}:half --precision bf16",
+        f"--model {__name__}:half --precision fp16",
+        f"--compile --model {__name__}:no_blocks",
+    ],
+)
+def test_check_refuses_with_the_sentence_of_the_run(text, tmp_path, capsys, flags):
+    given = ["--data", text, *TINY, "--run-dir", tmp_path / "run", *flags.split()]
+    assert refused(capsys, *given, "--check") == refused(capsys, *given)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("level", ["fp32", "O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("ranks", ["", "--shard 2", "--tp 2", "--replicate 2 --hook int8"])
+def test_check_accepts_every_level_on_every_layout(text, tmp_path, capsys, level, ranks):
+    given = [*map(str, ("--data", text, *TINY)), "--run-dir", str(tmp_path / "run"), "--check"]
+    assert main([*given, "--precision", level, *ranks.split()]) == 0, capsys.readouterr().err
+    assert "these flags can run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["int4", "it", "be", "must", "x"])
+@pytest.mark.parametrize("name", ["precision", "optimizer", "schedule", "hook", "model"])
+def test_a_hint_is_a_value_that_the_flag_takes(value, name):
+    with pytest.raises(ValidationError) as raised:
+        Config(**{name: value})
+    _, asks, hint = str(refusal_of(raised.value)).partition("; did you mean ")
+    if asks:
+        Config(**{name: hint.removesuffix("?")})
+    assert not asks or name == "hook"  # int8 is written like int4
 
 
 def test_weights_of_a_tensor_depend_on_its_name_alone():
