@@ -6,6 +6,7 @@ import difflib
 import functools
 from collections.abc import Iterable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -167,6 +168,20 @@ _PREFIXES = {
 }
 
 
+# The places in which torch has its functions, each under the function's own name.
+_NAMESPACES: tuple[Any, ...] = (
+    torch,
+    torch.Tensor,
+    torch.nn,
+    torch.nn.functional,
+    torch.linalg,
+    torch._C._nn,
+    torch._C._linalg,
+    torch._C._fft,
+    torch._C._special,
+)
+
+
 def schema_of(overload: OpOverload) -> torch._C.FunctionSchema:
     """What torch declares of an op overload: its name, arguments and results."""
     name, _, kind = overload.name().partition(".")
@@ -247,11 +262,27 @@ def _as_text(name: object) -> str:
     if isinstance(name, OpOverloadPacket):
         return str(name).replace(".", "::", 1)
     called = getattr(name, "__name__", None)
-    if callable(name) and isinstance(called, str):
-        return called
+    if isinstance(called, str):
+        # torch.Tensor.__pow__ calls itself pow.
+        for attribute in (called, f"__{called}__"):
+            if any(getattr(space, attribute, None) is name for space in _NAMESPACES):
+                return called
+    if callable(name):
+        raise TypeError(
+            f"an op list holds torch's own functions, and {_described(name)} is none. Lists change "
+            "the ops that a function calls, so name those ops, such as 'linear' or 'aten::mm'. For "
+            "an op of your own, pass torch.ops.<namespace>.<op> or '<namespace>::<op>'"
+        )
     raise TypeError(
         f"an op list holds names such as 'linear' or 'aten::mm', or torch functions, got {name!r}"
     )
+
+
+def _described(function: object) -> str:
+    """Return a callable's name, and the module that it comes from, for an error message."""
+    name = getattr(function, "__qualname__", None) or repr(function)
+    module = getattr(function, "__module__", None)
+    return f"{module}.{name}" if module else str(name)
 
 
 def _why_not(text: str, base: str, prefix: str) -> str:

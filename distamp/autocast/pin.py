@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distamp.autocast.compiled_backward import warn_of_pin
 from distamp.autocast.op_names import nearest
 from distamp.autocast.region import autocast
 
@@ -31,7 +33,7 @@ class Pin:
     Args:
         dtype: What it computes in.
         keep: Whether its output stays in that dtype in a half precision model.
-        model_dtype: The dtype of the model around, for a module that is given no floating input.
+        model_dtype: The dtype of the model around, which decides where the inputs do not.
     """
 
     dtype: torch.dtype
@@ -49,9 +51,12 @@ def pin_precision(
     inputs and parameters in float32; a half precision runs it in a region of that dtype, inside a
     region or not. Apex's counterpart is ``@float_function`` on ``forward``.
 
-    Where half precision comes in outside of a region, the model around computes in it, and the
-    output is cast back to it; ``"fp32:keep"`` leaves it, for a router, or a head whose
-    log-probabilities matter. In a region nothing is cast back.
+    Outside of a region, a half-precision input shows that the model around computes in half
+    precision, and the output is cast back to that dtype. The input may be any tensor among the
+    arguments, keyword arguments and the containers in them, so ``forward(timestep_fp32,
+    hidden_bf16)`` returns bfloat16. ``"fp32:keep"`` leaves the output in float32, for a router, or
+    a head whose log-probabilities matter. In a region nothing is cast back, because autocast casts
+    the inputs of the next layer.
 
     The pin is an attribute of the instance: what others lay over the module, before or after
     (``fully_shard``, parametrizations, adapters, ``torch.compile``), stays when it is taken off.
@@ -60,8 +65,8 @@ def pin_precision(
         module: The module; it is changed in place.
         dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, each also with ``":keep"``, or one of these as a
             :class:`torch.dtype`; None lets the module follow the region it is called in again.
-        model_dtype: What the output is cast back to where no floating input comes in, as into an
-            embedding.
+        model_dtype: The dtype of the model around. The output is cast back to it if no input is
+            floating point, as of an embedding, or if inputs have both half precisions.
 
     Returns:
         The module.
@@ -146,21 +151,42 @@ def _run(
     available = [each for each in devices or ["cpu"] if torch.amp.is_autocast_available(each)]
     full = pin.dtype is torch.float32
     inside = _half_precision(module) if full else None
-    known = (each.dtype for each in tensors if each.is_floating_point())
-    came = next(known, pin.model_dtype or inside)
-    if any(map(torch.is_autocast_enabled, available)) or pin.keep:
-        came = None
+    in_region = any(map(torch.is_autocast_enabled, available))
+    back_to = None
+    if not in_region and not pin.keep:
+        back_to = _surrounding_dtype(pin, tensors, inside)
+    if is_dynamo_compiling():
+        warn_of_pin(type(module).__name__, pin.dtype)
     if full:
         args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
-    scopes: list[Any] = [
-        autocast(each, None if full else pin.dtype, not full) for each in available
-    ]
+    # In a graph, regions are torch's. distamp's would warn of itself, after the pin did.
+    region = torch.autocast if is_dynamo_compiling() else autocast
+    scopes: list[Any] = [region(each, None if full else pin.dtype, not full) for each in available]
     if inside is not None:
         scopes.append(_TakeInFp32())
     output = _run_in(scopes, run, args, kwargs)
-    if came not in _HALF:
+    if back_to is None:
         return output
-    return tree_map_only(Tensor, functools.partial(_cast_back, pin.dtype, came), output)
+    return tree_map_only(Tensor, functools.partial(_cast_back, pin.dtype, back_to), output)
+
+
+def _surrounding_dtype(
+    pin: Pin, tensors: list[Tensor], weight_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """Return the half precision of the model around a pinned module; None where it has none.
+
+    A float32 input says nothing about the model: a half-precision model, too, passes timesteps,
+    masks and routing weights in float32.
+    """
+    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    hints = [dtype for dtype in (pin.model_dtype, weight_dtype) if dtype in _HALF]
+    if not floating:
+        return hints[0] if hints else None
+    half = [dtype for dtype in floating if dtype in _HALF and dtype is not pin.dtype]
+    for hint in hints:
+        if hint in half:
+            return hint
+    return half[0] if half else None
 
 
 def _run_in(scopes: list[Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,11 @@ from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from distamp.autocast.compiled_backward import (
+    restore_setting,
+    switch_off_autocast,
+    warn_of_inner_region,
+)
 from distamp.autocast.op_lists import OpLists, follow, followed
 from distamp.autocast.suspension import suspends, wrap
 from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
@@ -77,6 +82,7 @@ class autocast(torchs_autocast):
         """Make a region; in a compiled function, one of torch's."""
         # torch.compile knows torch's own class by identity, and can break a graph inside it.
         if is_dynamo_compiling() and cls is autocast and ops is None:
+            warn_of_inner_region(*args, **settings)
             return torchs_autocast(*args, **settings)  # type: ignore[return-value]
         return object.__new__(cls)
 
@@ -99,9 +105,7 @@ class autocast(torchs_autocast):
             raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
         if cache_enabled not in (True, False, None):
             raise ValueError(f"cache_enabled must be True, False or None, got {cache_enabled!r}")
-        self._enabled, warned = _judged(device_type, dtype, bool(enabled))
-        for message in warned:
-            warnings.warn(message, stacklevel=stacklevel_of_caller())
+        self._enabled = _is_enabled(device_type, dtype, bool(enabled))
         self.device = device_type
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         self._caches = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
@@ -146,7 +150,9 @@ class autocast(torchs_autocast):
             _cache_enabled=self._caches,
         )
         torchs.__enter__()
-        local.regions.append((self, torchs, drops, lists))
+        # An outer region of this thread has changed torch's setting already.
+        outermost = self._enabled and all(region.casts_to is None for region, *_ in local.regions)
+        local.regions.append((self, torchs, drops, lists, outermost and switch_off_autocast()))
         return self
 
     def __exit__(
@@ -158,8 +164,10 @@ class autocast(torchs_autocast):
         regions = local.regions
         left = self not in [region for region, *_ in regions]
         while not left:
-            region, torchs, drops, lists = regions.pop()
+            region, torchs, drops, lists, changed_setting = regions.pop()
             torchs.__exit__(None, None, None)
+            if changed_setting:
+                restore_setting()
             if drops:
                 clear_autocast_cache()
             if lists is not None:
@@ -188,19 +196,38 @@ class autocast(torchs_autocast):
         return in_region
 
 
-@functools.cache
-def _judged(device_type: str, dtype: Any, enabled: bool) -> tuple[bool, tuple[str, ...]]:
-    """What torch's own constructor makes of arguments: an enabled region or not, and warnings.
+#: Arguments with which torch's constructor gave no warning when it was last called.
+_accepted: set[tuple[str, torch.dtype | None]] = set()
 
-    Asked once of each: it takes longer than all the rest.
+
+def _is_enabled(device_type: str, dtype: Any, enabled: bool) -> bool:
+    """Return whether torch enables a region of these arguments on this machine, now.
+
+    torch's constructor decides each time. Its answer depends on the devices that it finds, which a
+    test or `preflight` may simulate, and on a backend's module, which may be registered later.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        made = torchs_autocast(device_type, dtype, enabled)
     _drop_casts_after_optimizer_steps()
-    return vars(made)["_enabled"], tuple(str(each.message) for each in warned)
+    there = device_type != "cuda" or torch.cuda.is_available()
+    if not enabled or (there and (device_type, dtype) in _accepted):
+        accepted = _torch_enables(device_type, dtype, enabled)
+        if enabled and not accepted:
+            _accepted.discard((device_type, dtype))
+        return accepted
+    # Only if a warning may come, because this is slow and changes the filters of all threads.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accepted = _torch_enables(device_type, dtype, enabled)
+    for warning in caught:
+        warnings.warn(str(warning.message), warning.category, stacklevel_of_caller())
+    if not caught:
+        _accepted.add((device_type, dtype))
+    return accepted
+
+
+def _torch_enables(device_type: str, dtype: torch.dtype | None, enabled: bool) -> bool:
+    return bool(vars(torchs_autocast(device_type, dtype, enabled))["_enabled"])
 
 
 # Where a graph breaks, torch.compile would compile these by themselves, with a region for argument.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint as torchs
 
+from distamp.autocast.compiled_backward import restore_setting, switch_off_autocast
 from distamp.autocast.op_lists import Lists, follow, followed
 from distamp.autocast.suspension import suspends, wrap
 from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
@@ -98,6 +99,8 @@ class AutocastState:
         # A region of the block's own must end in the block, and none of the caller's can.
         local.regions, local.listed_in = [], reentrant_checkpoint()
         _set(self)
+        if any(enabled for _, enabled, _ in self.devices) and switch_off_autocast():
+            undo.callback(restore_setting)
         local.applied.append(undo)
         return self
 

@@ -29,8 +29,9 @@ _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._
 
 
 # A region that was entered, the region of torch's class for this time, which knows what it found,
-# whether the cache has casts of another dtype inside, and the op lists it found, if it has some.
-_Entered = tuple[Any, Any, bool, Any]
+# whether the cache has casts of another dtype inside, the op lists it found, if it has some, and
+# whether it changed torch's setting of compiled backward passes.
+_Entered = tuple[Any, Any, bool, Any, bool]
 
 
 class ThreadState(threading.local):

@@ -1,6 +1,8 @@
 """OpLists: which op runs in which precision, in one region of one thread."""
 
 import copy
+import functools
+import operator
 import pickle
 import subprocess
 import sys
@@ -53,6 +55,66 @@ def test_a_name_moves_its_whole_family(name):
         assert F.conv2d(X[None, None], W[None, None]).dtype is BF16
     with autocast("cpu", ops=OpLists(lower_precision={"max_pool2d"})):
         assert F.max_pool2d(X[None, None], 2, return_indices=True)[0].dtype is BF16
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Stands for a user's function that has the name of an op."""
+    return query @ key @ value
+
+
+class Layer(torch.nn.Linear):
+    """Stands for a user's module with a method that has the name of an op."""
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, -1)
+
+
+softmax.__module__ = "torch.nn.functional"
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (attention, "attention"),
+        (Layer(4, 4).matmul, "Layer.matmul"),
+        (softmax, "softmax"),
+        (operator.matmul, "matmul"),
+        (functools.wraps(torch.mm)(lambda x, y: x @ y), "mm"),
+        (X.softmax, "softmax"),
+    ],
+)
+@pytest.mark.parametrize("category", ["fp32", "lower_precision", "promote", "unlisted"])
+def test_a_function_that_is_not_torchs_is_refused_although_an_op_has_its_name(
+    function, name, category
+):
+    with pytest.raises(TypeError, match=rf"torch's own functions, and \S*{name} is none"):
+        OpLists(**{category: {function}})
+
+
+def test_every_function_of_torch_stands_for_its_op():
+    """Functions, methods and modules, wherever torch keeps them and whatever it wraps them in."""
+    functions = {
+        F.linear: "linear",
+        F.softmax: "softmax",
+        F.max_pool2d: "max_pool2d",
+        F.scaled_dot_product_attention: "scaled_dot_product_attention",
+        torch.softmax: "softmax",
+        torch.linalg.norm: "linalg_norm",
+        torch.fft.fft: "fft_fft",
+        torch.special.expit: "special_expit",
+        Tensor.matmul: "matmul",
+        Tensor.__matmul__: "matmul",
+        Tensor.__pow__: "pow",
+        torch.nn.GRUCell: "gru_cell",
+        torch.ops.aten.mm: "mm",
+        torch.ops.aten.mm.default: "mm",
+    }
+    for function, name in functions.items():
+        assert OpLists(fp32={function}, exact=True).by_op() == {name: Category.FP32}
 
 
 def test_an_op_has_the_names_that_torch_has_for_it():

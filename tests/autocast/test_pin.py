@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 from distamp import AutocastState, autocast, pin_precision
 from tests.autocast.counting import Calls
@@ -108,6 +110,68 @@ def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region
         assert torch.equal(pin_precision(norm, "fp32:keep")(x), wanted)
         table = pin_precision(nn.Embedding(4, 4), "fp32", model_dtype=dtype)
         assert table(torch.arange(2)).dtype is dtype
+
+
+class Block(nn.Module):
+    """Sums each tensor of its arguments, in whatever container, and returns the sums in float32."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        return torch.stack([each.sum().float() for each in tensors])
+
+
+TIMESTEP, TOKENS, DOUBLE = torch.ones(2), torch.arange(2), torch.ones(2).double()
+#: A call of a module pinned to fp32 outside of a region, and the dtype of its output.
+CALLS: dict[str, tuple[Callable[[nn.Module], Tensor], torch.dtype]] = {
+    "hidden first": (lambda block: block(X.bfloat16(), TIMESTEP), BF16),
+    "timestep first": (lambda block: block(TIMESTEP, X.bfloat16()), BF16),
+    "float16": (lambda block: block(TIMESTEP, X.half()), FP16),
+    "by keyword": (lambda block: block(TIMESTEP, hidden=X.bfloat16()), BF16),
+    "only keywords": (lambda block: block(time=TIMESTEP, hidden=X.bfloat16()), BF16),
+    "nested": (lambda block: block(TIMESTEP, {"hidden": [None, (X.bfloat16(),)]}), BF16),
+    "both halves": (lambda block: block(TIMESTEP, X.half(), X.bfloat16()), FP16),
+    "only float32": (lambda block: block(TIMESTEP, X), FP32),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_half_precision_among_the_inputs_is_that_of_the_output(name, compiled):
+    call, dtype = CALLS[name]
+    block = pin_precision(Block(), "fp32")
+    if compiled:
+        block.compile(backend="aot_eager")
+    assert call(block).dtype is dtype
+    with torch.autocast("cpu"):
+        assert call(block).dtype is FP32
+    assert call(pin_precision(block, "fp32:keep")).dtype is FP32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "model_dtype", "dtype"),
+    [
+        ((TOKENS,), None, BF16),
+        ((TOKENS,), FP16, FP16),
+        ((X.half(), X.bfloat16()), None, BF16),
+        ((X.bfloat16(), X.half()), FP16, FP16),
+        ((DOUBLE, TOKENS), FP16, FP32),
+    ],
+)
+def test_the_model_around_and_then_the_weights_decide_where_inputs_do_not(
+    inputs, model_dtype, dtype
+):
+    block = Block()
+    block.weight = nn.Parameter(torch.ones(2, dtype=BF16))
+    pin_precision(block, "fp32", model_dtype=model_dtype)
+    assert block(*inputs).dtype is dtype
+
+
+def test_a_half_precision_pin_casts_back_to_the_other_half_precision():
+    product = pin_precision(Calls(lambda x, y: torch.mm(x, y.T)), "bf16")
+    assert product(X, X.half()).dtype is FP16
+    assert product(X.bfloat16(), X.half()).dtype is FP16
+    assert product(X, X.bfloat16()).dtype is BF16
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])

@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,3 +229,59 @@ def test_what_torch_disables_with_a_warning_is_disabled_each_time(device_type, d
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autocast(device_type, dtype, enabled=False)
+
+
+def regions_made(*arguments: object) -> tuple[list[bool], list[str]]:
+    """Make torch's region and ours; whether each is enabled, and the warnings of ours."""
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        theirs = torch.autocast(*arguments)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = autocast(*arguments)  # type: ignore[arg-type]
+    return [ours._enabled, theirs._enabled], [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("present_first", [True, False])
+@pytest.mark.parametrize("dtype", [None, FP16, BF16])
+def test_a_region_asks_each_time_whether_there_is_a_cuda_device(monkeypatch, dtype, present_first):
+    for present in (present_first, not present_first) * 2:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda there=present: there)
+            patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+            enabled, messages = regions_made("cuda", dtype)
+        assert enabled == [present, present]
+        assert len(messages) == (not present)
+
+
+def test_a_cuda_device_without_bf16_is_found_after_one_with_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert regions_made("cuda", BF16) == ([True, True], [])
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    with pytest.raises(RuntimeError, match="does not support bfloat16"):
+        autocast("cuda", BF16)
+
+
+def test_a_backend_that_gains_a_dtype_later_gets_it(monkeypatch):
+    """torch asks the module of a custom backend for its dtypes."""
+    backend = torch._C._get_privateuse1_backend_name()
+    with pytest.raises(AssertionError, match="has not registered a module"):
+        autocast(backend, FP16)
+    supported = [BF16]
+    module = SimpleNamespace(get_amp_supported_dtype=lambda: supported)
+    monkeypatch.setattr(torch, backend, module, raising=False)
+    enabled, messages = regions_made(backend, FP16)
+    assert (enabled, len(messages)) == ([False, False], 1)
+    supported.append(FP16)
+    assert regions_made(backend, FP16) == ([True, True], [])
+    supported.remove(FP16)
+    enabled, messages = regions_made(backend, FP16)
+    assert (enabled, len(messages)) == ([False, False], 1)
+
+
+@without_cuda
+def test_a_region_that_torch_disables_names_the_line_that_made_it():
+    with pytest.warns(UserWarning, match="CUDA is not available") as caught:
+        autocast("cuda", FP16)
+    assert [warning.filename for warning in caught] == [__file__]

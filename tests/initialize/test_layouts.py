@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import initialize
+from distamp import cast_model, initialize
 from distamp.comm_hooks import register
 from distamp.errors import StageError
 from distamp.initialize import Amp
@@ -168,3 +168,51 @@ def test_passes_that_ddps_own_no_sync_does_not_reduce_may_be_two():
         logits = amp.model(context)
         amp.backward(loss_of(logits, following), retain_graph=True)
         amp.backward(logits.float().square().mean())
+
+
+LEVELS = ("O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3")
+
+
+class TimedBlock(nn.Module):
+    """A block of a diffusion model: a float32 timestep comes before the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, timestep: Tensor, hidden: Tensor) -> Any:
+        return self.linear(hidden) + torch.sin(timestep)[:, None]
+
+
+class Diffusion(nn.Module):
+    """Two layers around such a block, which is given its timestep in float32 at every level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.block, self.after = nn.Linear(8, 8), TimedBlock(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        timestep = torch.arange(len(x), dtype=FULL)
+        return self.after(self.block(timestep, self.before(x)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("layout", "level"),
+    [
+        *((layout, level) for layout in ("plain", "DDP", "FSDP2") for level in LEVELS),
+        *(("FSDP1", level) for level in LEVELS if "O2" not in level),  # FSDP1 casts by a policy
+    ],
+)
+def test_a_pinned_block_returns_the_models_dtype_beside_a_float32_timestep(layout, level):
+    pins = {"block": "fp32"}
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    wanted = Diffusion()(x).square().mean().item()
+    model = wrapped(cast_model(Diffusion(), level, precision=pins), layout, None, "")
+    amp = initialize(model, adam(model), level, precision=pins)
+    with amp.autocast():
+        loss = amp.model(x).float().square().mean()
+    amp.backward(loss)
+    assert amp.step()
+    assert loss.item() == pytest.approx(wanted, rel=3e-2)

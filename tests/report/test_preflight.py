@@ -1,6 +1,7 @@
 """Preflight: the forward table of a device that is not here, and what may go wrong in it."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from distamp import PrecisionReport, findings, pin_precision, precision_report, preflight
+from distamp import (
+    PrecisionReport,
+    autocast,
+    findings,
+    pin_precision,
+    precision_report,
+    preflight,
+)
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, mlp
 from tests.on_ranks import on_ranks
 
@@ -78,6 +86,32 @@ def test_regions_that_the_model_opens_are_followed_by_whatever_name(device_type)
     other = preflight(switched(device_type, dtype=BF16), X, "cuda", FP16)
     assert ran(other)["mm"] == "bfloat16"
     assert not torch.is_autocast_enabled("cuda")
+
+
+class RegionInside(nn.Module):
+    """A linear layer in a region for CUDA that forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        with autocast("cuda", FP16):
+            return self.linear(x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_preflight_and_the_regions_of_this_machine_do_not_change_each_other():
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="CUDA is not available") as caught:
+            region = autocast("cuda", FP16)
+        assert len(caught) == 1
+        with region:
+            assert not torch.is_autocast_enabled("cuda")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = preflight(RegionInside(), X, "cuda", FP16)
+        assert ran(result)["addmm"] == "float16"
 
 
 def test_no_weights_are_needed():

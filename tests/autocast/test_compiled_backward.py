@@ -1,0 +1,311 @@
+"""The backward pass of compiled code runs in the precision that forward declared."""
+
+import contextlib
+import importlib
+import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch import config
+
+from distamp import AutocastState, autocast, initialize, pin_precision, propagate
+from distamp.autocast import OpLists
+from tests.initialize.cells import wrapped
+from tests.on_ranks import on_ranks
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]
+# The name distamp.autocast is the class in the package.
+compiled_backward = importlib.import_module("distamp.autocast.compiled_backward")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+X = torch.ones(1, 4) * (1 + 1 / 300)  # bfloat16 rounds it to 1
+SETTING = "same_as_forward"
+
+
+class Inner(nn.Module):
+    """A linear layer in a region that forward enters, found or made."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.make_region = lambda: autocast("cpu", *arguments, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.make_region():
+            return self.linear(x.float())
+
+
+#: The dtype of the region around, and a module that computes in another one inside it.
+MODULES: dict[str, tuple[torch.dtype, Callable[[], nn.Module]]] = {
+    "fp32 pin in bf16": (BF16, lambda: pin_precision(nn.Linear(4, 4), "fp32")),
+    "fp32 pin in fp16": (FP16, lambda: pin_precision(nn.Linear(4, 4), "fp32")),
+    "bf16 pin in fp16": (FP16, lambda: pin_precision(nn.Linear(4, 4), "bf16")),
+    "region off in bf16": (BF16, lambda: Inner(enabled=False)),
+    "region off in fp16": (FP16, lambda: Inner(enabled=False)),
+    "bf16 region in fp16": (FP16, lambda: Inner(BF16)),
+}
+
+
+def net(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), MODULES[name][1](), nn.Linear(4, 1))
+
+
+def gradients(
+    model: nn.Sequential, call: Callable[[Tensor], Tensor], region: AbstractContextManager[Any]
+) -> Tensor:
+    """Return the gradients of the module inside, for a loss as large as a loss scale makes it."""
+    with region:
+        out = call(X)
+    (out.float() * (1 + 1 / 300) * 2.0**15).sum().backward()
+    return torch.cat([p.grad.double().flatten() for p in model[1].parameters()])  # type: ignore[union-attr]
+
+
+def whole(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
+    model.compile(backend=backend)
+    return model
+
+
+def by_block(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
+    for block in model:
+        block.compile(backend=backend)
+    return model
+
+
+#: A way to compile a model.
+WAYS: dict[str, Callable[[nn.Sequential, str], Callable[[Tensor], Tensor]]] = {
+    "model.compile()": whole,
+    "blocks": by_block,
+    "a function around": lambda model, backend: torch.compile(
+        lambda x: model(x) * 1, backend=backend
+    ),
+    "torch.compile(model)": lambda model, backend: torch.compile(model, backend=backend),
+}
+
+
+#: Every module in one way, and every way for two modules.
+CASES = [
+    *((name, "torch.compile(model)") for name in MODULES),
+    *((name, way) for name in ("fp32 pin in fp16", "region off in bf16") for way in [*WAYS][:3]),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_compiled_backward_is_the_eager_one(name, way, backend):
+    dtype = MODULES[name][0]
+    eager, compiled = net(name), net(name)
+    wanted = gradients(eager, eager, torch.autocast("cpu", dtype))
+    got = gradients(compiled, WAYS[way](compiled, backend), autocast("cpu", dtype))
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
+
+
+def test_a_pinned_head_has_the_gradient_of_float64():
+    """The head alone is in float32, so its gradient must have float32's error and no more."""
+    head = pin_precision(nn.Linear(4, 1), "fp32")
+    exact = nn.Linear(4, 1).double()
+    exact.load_state_dict(head.state_dict())
+    head.compile(backend="aot_eager")
+    with autocast("cpu"):
+        out = head(X)
+    (out * (1 + 1 / 300)).sum().backward()
+    (exact(X.double()) * (1 + 1 / 300)).sum().backward()
+    for param, reference in zip(head.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.double(), reference.grad, rtol=1e-6, atol=0)  # type: ignore[union-attr]
+
+
+def in_thread(run: Callable[[], Tensor]) -> Tensor:
+    with ThreadPoolExecutor(1) as pool, autocast("cpu"):
+        return pool.submit(propagate(run)).result()
+
+
+def in_state(run: Callable[[], Tensor]) -> Tensor:
+    with autocast("cpu"):
+        state = AutocastState.capture()
+    with state.apply():
+        return run()
+
+
+def in_lists(run: Callable[[], Tensor]) -> Tensor:
+    with autocast("cpu", ops=OpLists(fp32={"softmax"})):
+        return run()
+
+
+def in_decorated(run: Callable[[], Tensor]) -> Tensor:
+    return autocast("cpu")(run)()
+
+
+def in_a_disabled_region_inside(run: Callable[[], Tensor]) -> Tensor:
+    with autocast("cpu"), autocast("xpu", FP16, enabled=False):
+        return run()
+
+
+@pytest.mark.parametrize(
+    "around", [in_thread, in_state, in_lists, in_decorated, in_a_disabled_region_inside]
+)
+def test_it_holds_in_whatever_carries_the_region(around):
+    outcomes = []
+    for compile_it in (True, False):
+        model = net("fp32 pin in bf16")
+        if compile_it:
+            model.compile(backend="aot_eager")
+        out = around(lambda model=model: model(X))
+        (out.float() * (1 + 1 / 300)).sum().backward()
+        outcomes.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)
+
+
+def test_a_graph_break_inside_a_compiled_region_changes_nothing():
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with autocast("cpu"):
+            hidden = x * 1
+            torch._dynamo.graph_break()
+            return model(hidden)  # type: ignore[no-any-return]
+
+    outcomes = []
+    for run in (torch.compile(step, backend="aot_eager"), step):
+        model = net("fp32 pin in bf16")
+        (run(model, X).float() * (1 + 1 / 300)).sum().backward()
+        outcomes.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)
+
+
+def norm_of_a_step(way: str, layout: str, level: str, pin: str) -> float:
+    """Train a step on this rank with a pinned head; return the norm of the gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if way == "blocks":
+        by_block(model, "aot_eager")
+    model = wrapped(model, layout, None, "")
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    settings: dict[str, Any] = {"init_scale": 2.0**15} if level == "O1" else {}
+    amp = initialize(model, optimizer, level, precision={"1": pin}, **settings)
+    call = torch.compile(amp.model, backend="aot_eager") if way == "model" else amp.model
+    with amp.autocast():
+        out = call(X)
+    amp.backward((out.float() * (1 + 1 / 300)).sum())
+    norm = amp.clip_grad_norm_(1e9).item()
+    assert amp.step()
+    return norm
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
+@pytest.mark.parametrize(("level", "pin"), [("bf16", "fp32"), ("O1", "fp32"), ("O1", "bf16")])
+def test_a_compiled_backward_is_the_eager_one_in_every_layout(layout, level, pin):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile's own, which are errors on the ranks
+        norms = [norm_of_a_step(way, layout, level, pin) for way in ("eager", "blocks", "model")]
+    assert norms == [pytest.approx(norms[0], rel=1e-6)] * 3
+
+
+# -- torch's setting ---------------------------------------------------------------------------
+
+
+def test_torchs_setting_is_changed_in_a_region_and_restored():
+    region = autocast("cpu")
+    with region, region:
+        assert config.backward_pass_autocast == "off"
+        with autocast("cpu", FP16), autocast("cpu", enabled=False):
+            assert config.backward_pass_autocast == "off"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: config.backward_pass_autocast).result() == SETTING
+    assert config.backward_pass_autocast == SETTING
+    with autocast("cpu", enabled=False):
+        assert config.backward_pass_autocast == SETTING
+    outer, inner = autocast("cpu"), autocast("cpu", FP16)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)  # out of order
+    assert config.backward_pass_autocast == SETTING
+    with autocast("cpu"):
+        state = AutocastState.capture()
+    with contextlib.suppress(ZeroDivisionError), state.apply():
+        assert config.backward_pass_autocast == "off"
+        _ = 1 / 0
+    assert config.backward_pass_autocast == SETTING
+
+
+def test_a_setting_of_the_users_stays():
+    with config.patch(backward_pass_autocast=[{"device_type": "cpu", "dtype": BF16}]):
+        wanted = config.backward_pass_autocast
+        with autocast("cpu"):
+            assert config.backward_pass_autocast == wanted
+        assert config.backward_pass_autocast == wanted
+
+
+# -- where it cannot be had --------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A module with a part in another precision, which has a name in it."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), head
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+@pytest.fixture
+def none_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start with no warning given, as a new process does."""
+    monkeypatch.setattr(compiled_backward, "_warned", set())
+
+
+def warned(head: nn.Module, region: AbstractContextManager[Any], calls: int = 2) -> list[str]:
+    """Return the warnings of compiling a block with a head, again and again."""
+    block = Block(head)
+    block.compile(backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            torch._dynamo.reset()
+            with region:
+                block(X)
+    return [str(each.message) for each in caught if "backward pass of" in str(each.message)]
+
+
+@pytest.mark.usefixtures("none_warned")
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (lambda: pin_precision(nn.Linear(4, 4), "fp32"), r"Linear 'head', .* torch\.float32"),
+        (lambda: pin_precision(nn.Linear(4, 4), "fp16"), r"Linear 'head', .* torch\.float16"),
+        (lambda: Inner(enabled=False), r"autocast\(enabled=False\) in the module 'head'"),
+        (lambda: Inner(FP16), r"autocast\('cpu', torch\.float16\) in the module 'head'"),
+    ],
+)
+def test_a_region_of_torchs_own_class_warns_once_and_names_the_module(head, says):
+    (message,) = warned(head(), torch.autocast("cpu"))
+    assert re.search(says, message)
+    assert "is compiled in torch.bfloat16" in message
+    assert "Enter distamp.autocast" in message
+
+
+@pytest.mark.usefixtures("none_warned")
+def test_there_is_no_warning_where_the_precision_is_right():
+    with torch.no_grad():
+        assert warned(pin_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
+    with config.patch(backward_pass_autocast="off"):
+        assert warned(pin_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
+    assert warned(pin_precision(nn.Linear(4, 4), "bf16"), torch.autocast("cpu"), 1) == []
+    for region in (autocast("cpu"), autocast("cpu", enabled=False)):
+        assert warned(pin_precision(nn.Linear(4, 4), "fp32"), region, 1) == []
+
+
+@pytest.mark.usefixtures("none_warned")
+def test_a_torch_without_the_setting_warns_in_every_region(monkeypatch):
+    monkeypatch.setattr(compiled_backward, "_NAME", "a_setting_torch_has_not")
+    (message,) = warned(pin_precision(nn.Linear(4, 4), "fp32"), autocast("cpu"))
+    assert f"torch {torch.__version__} has no setting for that" in message
+    assert "Linear 'head'" in message
