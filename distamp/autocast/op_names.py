@@ -176,9 +176,9 @@ _NAMESPACES: tuple[Any, ...] = (
     torch.nn.functional,
     torch.linalg,
     torch._C._nn,
-    torch._C._linalg,
-    torch._C._fft,
-    torch._C._special,
+    torch._C._linalg,  # type: ignore[attr-defined]
+    torch._C._fft,  # type: ignore[attr-defined]
+    torch._C._special,  # type: ignore[attr-defined]
 )
 
 
