@@ -29,7 +29,7 @@
 #                                                           sent
 #   scaler_round[_fused]      cost of scale, step, update   ratio to torch.amp.GradScaler <= 1.05
 #   masters                   step of fp32 masters          ratio to the loop by hand <= 1.1
-#   wire_cost                 kernels beside a copy         bandwidth near the copy's
+#   wire_cost                 codec beside a copy           a seventh of the copy's bandwidth or more
 #   ranks (hour, 2+ GPUs)     NCCL: agreement, order,       every run ends with 0, losses of all
 #                             FSDP1, FSDP2, hooks           strategies within 1e-5 of ddp's in fp32
 #   loss (hour)               fp16 and bf16 train as fp32   losses within 1e-2 of fp32's after 200 steps
@@ -89,7 +89,6 @@ small=() thin=() few=() tiny=()
 if "$python" -c 'import sys; from benchmarks.gpu import simulated; sys.exit(not simulated())'; then
     readonly simulated=1
     small=(--rounds 2) thin=(--rounds 2 --width 64) few=(--rounds 2 --parameters 10) tiny=(--rounds 2 --elements 500)
-    export TRITON_INTERPRET=1
 else
     readonly simulated=0
 fi
@@ -124,7 +123,7 @@ if [[ $plan == hour ]]; then
             part "ranks_shard_$shard" 300 "${ranks[@]}" "${train[@]}" --shard "$shard" \
                 --precision fp16 --run-dir "$folder/runs/shard_$shard"
         done
-        for wire in fp16 bf16 int8 auto; do
+        for wire in fp16 bf16 int8; do
             part "ranks_hook_$wire" 300 "${ranks[@]}" "${train[@]}" \
                 --precision fp16 --hook "$wire" --run-dir "$folder/runs/hook_$wire"
         done

@@ -5,14 +5,13 @@
 
 A gradient bucket of 25 MiB, in memory of the caller's own on both sides; the encoding divides by 8
 as well. On a CPU one thread's processor time stands beside that of ``.half()`` and ``.float()``, on
-a GPU the bytes that Triton's kernels move in a second beside those of a copy.
+a GPU the bytes that encoding and decoding move in a second beside those of a copy.
 """
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,10 +24,6 @@ COPY = "copy"
 
 def calls_of(wire: WireFormat, values: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Return what encodes, decodes, and adds two ranks' rows, in one format."""
-    # The kernels need Triton, which a CPU need not have.
-    how: Any = formats
-    if values.is_cuda:
-        how = importlib.import_module("distamp.comm_hooks.kernels")
     numel = values.numel()
     padded = -(-numel // BLOCK) * BLOCK
     places = Places(padded, [(0, 0, numel)])
@@ -37,9 +32,9 @@ def calls_of(wire: WireFormat, values: torch.Tensor) -> dict[str, Callable[[], o
     source = Source(values, none, places, 1, 0.125)
     adding = source._replace(places=Places(padded, places.runs, (0, 0)), own=0)
     return {
-        "encode": lambda: how.encode(wire, source, sent),
-        "decode": lambda: how.decode(wire, sent, places, out),
-        "add": lambda: how.sum_rows(wire, adding, pair, out),
+        "encode": lambda: formats.encode(wire, source, sent),
+        "decode": lambda: formats.decode(wire, sent, places, out),
+        "add": lambda: formats.sum_rows(wire, adding, pair, out),
     }
 
 

@@ -122,10 +122,8 @@ class _Ranks(BaseModel, frozen=True):
         1, "ranks that share a copy's weights (FSDP2; with copies, HSDP); -1: all", "strategy fsdp"
     )
     tp: PositiveInt = option(1, "ranks that share each matrix", "tensor_parallel")
-    hook: Literal["none", "fp16", "bf16", "int8", "auto"] = option(
-        "none",
-        "send gradients in fewer bytes; auto: what is fastest here",
-        "comm_hook compression",
+    hook: Literal["none", "fp16", "bf16", "int8"] = option(
+        "none", "send gradients in fewer bytes", "comm_hook compression"
     )
     device: str = option("auto", "cpu, cuda, ...; auto: the accelerator, if there is one")
     # gloo counts its milliseconds in 32 bits.

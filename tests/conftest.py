@@ -2,19 +2,13 @@
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from tests.ranks import RankPool
 from tests.simulated.build import Unavailable
 from tests.simulated.pools import SimPool
-
-if not torch.cuda.is_available():
-    # Before anything imports Triton: its kernels then run by its interpreter, on the CPU.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

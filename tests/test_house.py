@@ -70,7 +70,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize", "doctor"},
 }
 # Behind extras: imported where they are used, which a test of imports sees.
-OPTIONAL = {"matplotlib", "fairscale", "numpy", "torchao", "triton"}
+OPTIONAL = {"matplotlib", "fairscale", "numpy", "torchao"}
 # What a module of `integrations` is for, and imports at once.
 TRAINERS_OF = {"integrations": {"accelerate", "lightning", "transformers"}}
 

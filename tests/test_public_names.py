@@ -118,12 +118,12 @@ HEAVY = {
     *("rich", "matplotlib", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"),
     *("triton", "datasets", "accelerate"),
 }
-EXTRAS = "{'matplotlib', 'fairscale', 'torchao', 'triton', 'lightning', 'accelerate'}"
+EXTRAS = "{'matplotlib', 'fairscale', 'torchao', 'lightning', 'accelerate'}"
 # All modules but those that are for an extra alone.
 EVERY_MODULE = f"""
 import importlib, pkgutil, distamp
 for each in pkgutil.walk_packages(distamp.__path__, "distamp."):
-    if not each.name.startswith(("distamp.integrations.", "distamp.comm_hooks.kernels")):
+    if not each.name.startswith("distamp.integrations."):
         importlib.import_module(each.name)
 assert not {EXTRAS} & (set(sys.modules) - before)
 """

@@ -63,11 +63,6 @@ class Exchange:
         self._order = [ranks[local] for local in range(self.here) for ranks in hosts.ranks]
         self._index = torch.tensor(self._order, dtype=torch.int64, device="cpu").to(device)
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
-        self._math: Any = formats
-        if device.type == "cuda":
-            from distamp.comm_hooks import kernels
-
-            self._math = kernels
         outer = [ranks[self.local] for ranks in hosts.ranks]
         levels = {"inner": hosts.ranks[self.host], "outer": outer, "all": range(self._size)}
         kind = HostTransport if device.type == "cpu" else DeviceTransport
@@ -124,12 +119,12 @@ class Exchange:
             *_, rows = self._buffers(part, values.dtype, lane)
             with lane.turn():
                 self.transport.all_to_all("outer", lane, received, sent)
-                self._math.sum_encode(wire, source, received, mean, of_mean)
+                formats.sum_encode(wire, source, received, mean, of_mean)
                 self.transport.all_gather("outer", lane, rows[self.local], mean)
                 if small:
                     total = self._sum_small(values, plan, inverse, lane)
                     values[plan.small] = total.to(values.dtype)
-            self._math.decode(wire, self._passed_on(lane, rows), part.whole, values)
+            formats.decode(wire, self._passed_on(lane, rows), part.whole, values)
             return values
 
         return self.transport.submit(run, [values, *chain(*feedback)])
@@ -173,7 +168,7 @@ class Exchange:
                 if small and part is plan.parts[0]:
                     total = self._sum_small(shards, plan, inverse, lane)[self._rank]
                     out[plan.small] = total.to(out.dtype)
-            self._math.sum_rows(wire, source, received, out[part.start :])
+            formats.sum_rows(wire, source, received, out[part.start :])
             return out
 
         jobs = [partial(scatter, part) for part in plan.parts]
@@ -196,14 +191,14 @@ class Exchange:
             *_, rows = self._buffers(part, values.dtype, lane)
             mine = rows[self.local, self.host : self.host + 1]
             source = Source(values, values.view(1, -1)[:0], part.mine, 1, 1.0)
-            self._math.encode(wire, source, mine)
+            formats.encode(wire, source, mine)
             exact = values.new_empty(self._size, small)
             own = values[plan.small].view(torch.uint8).view(1, -1)
             with lane.turn():
                 self.transport.all_gather("outer", lane, rows[self.local], mine)
                 if small:
                     self.transport.all_gather("all", lane, exact.view(torch.uint8), own)
-            self._math.decode(wire, self._passed_on(lane, rows), part.whole, out)
+            formats.decode(wire, self._passed_on(lane, rows), part.whole, out)
             out.view(self._size, -1)[:, plan.small] = exact
             return out
 
@@ -235,7 +230,7 @@ class Exchange:
             values, parts[self.local] = parts[self.local], given[self.local]
             self.transport.all_to_all_parts("inner", lane, given, parts)
         source = Source(values, others, part.mine, self.host, inverse)
-        self._math.encode(wire, source, sent, feedback)
+        formats.encode(wire, source, sent, feedback)
         return source, received, sent
 
     def _buffers(self, part: Part, dtype: torch.dtype, lane: Lane) -> tuple[Any, ...]:

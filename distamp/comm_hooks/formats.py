@@ -1,4 +1,4 @@
-"""The wire formats, and their arithmetic in torch's ops: the reference of the kernels.
+"""The wire formats, and their arithmetic in torch's ops, which run on every device.
 
 A row of a message has whole blocks of 256 elements. `fp16` and `int8` send first the unit of every
 block, as a bfloat16, then the elements in multiples of their block's unit; `bf16` sends elements
@@ -14,7 +14,7 @@ int8    amax / 127      the whole block is NaN
 
 Units are at least 2^-126, the smallest normal fp32, and no finite value is read back as inf by fp16
 and int8. Elements are multiplied by the inverse of the divisor, added up and rounded in fp32, each
-operation by itself, so that kernels can do the same to the bit.
+operation by itself, so that all devices come to the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ from torch import Tensor
 
 __all__ = [
     "BLOCK",
-    "TORCHS",
     "WIRE_FORMATS",
     "Feedback",
     "Places",
@@ -115,8 +113,6 @@ WIRE_FORMATS: Mapping[str, WireFormat] = MappingProxyType(
         "int8": WireFormat("int8", torch.int8, 127, FP32_MAX * (1 - 1 / 127)),
     }
 )
-# torch's own hook, which casts to bf16 and adds up in it.
-TORCHS = WireFormat("torch bf16", torch.bfloat16)
 
 
 def as_it_is(dtype: torch.dtype) -> WireFormat:
@@ -131,10 +127,7 @@ def wire_format(name: str) -> WireFormat:
         ValueError: There is none; the message names the choices.
     """
     if name not in WIRE_FORMATS:
-        raise ValueError(
-            f"unknown wire format {name!r}: choose one of {', '.join(WIRE_FORMATS)}; register also "
-            "takes 'auto'"
-        )
+        raise ValueError(f"unknown wire format {name!r}: choose one of {', '.join(WIRE_FORMATS)}")
     return WIRE_FORMATS[name]
 
 
@@ -146,7 +139,7 @@ def checked_format(wire: str | WireFormat) -> WireFormat:
     """
     if not isinstance(wire, WireFormat):
         return wire_format(wire)
-    if wire in (*WIRE_FORMATS.values(), TORCHS, as_it_is(wire.payload)):
+    if wire in (*WIRE_FORMATS.values(), as_it_is(wire.payload)):
         return wire
     raise ValueError(
         f"{wire} is not one of WIRE_FORMATS, and the library has no arithmetic to encode it. Give "
@@ -164,15 +157,11 @@ class Places:
         offsets: Where in the tensor each pattern begins.
     """
 
-    # What survives a call: the table, once a kernel asked for it.
     def __init__(
         self, numel: int, runs: Sequence[tuple[int, int, int]], offsets: Sequence[int] = (0,)
     ) -> None:
         self._pattern, self.runs, self.offsets = numel, runs, offsets
         self.numel = numel * len(offsets)
-        # Whether kernels can load four elements at once.
-        self.aligned = not any(each % 4 for each in chain(offsets, *runs))
-        self._table: Tensor | None = None
 
     def inside(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield what of the encoded elements ``first`` to ``stop`` there is, as in ``runs``."""
@@ -183,21 +172,6 @@ class Places:
                 if start < end:
                     at = self.offsets[index] + flat + start - begin
                     yield before + start, at, end - start
-
-    def table(self, device: torch.device) -> Tensor:
-        """Return, of every block, its first element in the tensor times 512 plus its length.
-
-        It is made once, for the device of the first call.
-        """
-        if self._table is None:
-            table = torch.zeros(self._pattern // BLOCK, dtype=torch.int64, device="cpu")
-            for begin, flat, length in self.runs:
-                done = torch.arange(0, length, BLOCK, dtype=torch.int64, device="cpu")
-                lengths = (length - done).clamp_(max=BLOCK)
-                table[begin // BLOCK :][: len(done)] = (flat + done) * 512 + lengths
-            offsets = torch.tensor(self.offsets, dtype=torch.int64, device="cpu").unsqueeze(1)
-            self._table = (table + offsets * 512).flatten().to(device)
-        return self._table
 
 
 class Source(NamedTuple):

@@ -188,19 +188,18 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> W
     shards = list(dict.fromkeys(each for each, _ in meshes if each is not None))
     by_torch = [each for _, each in meshes if each is not None]
     averaged = list(dict.fromkeys(by_torch if replicas is None else [replicas]))
-    size = next(each.size() for each in (*shards, *averaged))
-    numels, dtypes = [], Counter[torch.dtype]()
+    numels = Counter[torch.dtype]()
     for _, group in pairs:
-        numels.append(sum(each.sharded_param.numel() for each in group.fsdp_params))
-        dtypes[_reduced_in(group)] += numels[-1]
+        numel = sum(each.sharded_param.numel() for each in group.fsdp_params)
+        numels[_reduced_in(group)] += numel
+    ((dtype, _),) = numels.most_common(1)
     return Wrapped(
         shards=shards,
         replicas=averaged,
         formats=list(WIRE_FORMATS),
-        dtype=dtypes.most_common(1)[0][0],
+        dtype=dtype,
         devices=[pairs[0][1].device],
-        numel=-(-max(numels) // size) * size,
-        what=f"{sum(numels)} elements",
+        what=f"{sum(numels.values())} elements",
         attach=partial(_attach, model, pairs, replicas),
         refused=next(filter(None, (_refusal(*each, replicas, gathers) for each in pairs)), None),
     )

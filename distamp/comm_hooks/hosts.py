@@ -88,11 +88,6 @@ class Hosts:
     text: str
     on_one: bool = False
 
-    def flat(self) -> Hosts:
-        """Return the same ranks in one level."""
-        ranks = [[rank] for rank in sorted(rank for host in self.ranks for rank in host)]
-        return Hosts(self.names, ranks, f"one level of {len(ranks)} ranks")
-
 
 def hosts_of(rows: Sequence[Row]) -> Hosts:
     """Return which ranks are on which hosts; the same on all ranks, from the same rows.

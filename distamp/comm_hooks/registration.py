@@ -11,11 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat, torch_hooks
-from distamp.comm_hooks.auto import AUTO, auto, connect
 from distamp.comm_hooks.formats import WireFormat, as_it_is, wire_format
 from distamp.comm_hooks.hosts import Hosts, agreed
 from distamp.comm_hooks.state import CommHookState
-from distamp.comm_hooks.stats import Choice
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 from distamp.errors import LockstepError
 
@@ -43,10 +41,7 @@ def register(
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
             contains modules to which ``fully_shard`` was applied; compiled or not.
         wire: ``"fp16"``, ``"bf16"``; under DDP and FSDP2 also ``"int8"``, with error feedback.
-            ``"auto"`` times uncompressed gradients, torch's own bf16, ``"fp16"`` and ``"int8"``
-            for some seconds between the job's own ranks and hosts. It takes the most exact one
-            that is not slower, the same on all ranks. ``stats().choice`` and, on rank 0, the
-            logger say which and why.
+            The benchmark ``benchmarks/link.py`` times them on a job's own ranks and hosts.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
             average between them in the wire format too. A two-dimensional mesh has its own.
         ranks_per_host: How many neighbours in the group are on one host, where gradients travel in
@@ -84,7 +79,7 @@ def register(
         if wrapped.refused is not None:
             raise ValueError(wrapped.refused)
         gathers = None if gather is None else wire_format(gather)
-        chosen = None if wire == AUTO else _fitting(wire, wrapped)
+        chosen = _fitting(wire, wrapped)
     except (TypeError, ValueError) as error:
         failure = error
     found: dict[ProcessGroup, Hosts] = {}
@@ -97,24 +92,21 @@ def register(
             failure = failure or error
     if failure is not None:
         raise failure
-    choice: Choice | None = None
-    tables: Tables = found
+    assert chosen is not None  # A format that does not fit is a failure.
     uneven = [hosts.text for hosts in found.values() if not hosts.ranks]
+    left_off = ""
     if uneven:
         # In one level a host would send several times what a ring does.
         chosen = as_it_is(wrapped.dtype)
-        reason = f"{uneven[0]}; ranks_per_host=1 compresses between all"
-        choice = Choice(chosen.name, {}, 0, reason)
-        _log.warning("%s", choice)
-    elif chosen is None:
-        choice, chosen, tables = auto(wrapped, tables)
+        left_off = f"{uneven[0]}; ranks_per_host=1 compresses between all"
+        _log.warning("the communication hook was left off: %s", left_off)
     state = CommHookState(chosen, wrapped.over[0])
-    state.counts.choice = choice
+    state.counts.left_off = left_off
     state.gather = gathers
     if chosen.encodes or gathers is not None:
-        connect(state, wrapped, tables)
+        _connect(state, wrapped, found)
     try:
-        wrapped.attach(state, gathers, tables)
+        wrapped.attach(state, gathers, found)
     except Exception:
         # The model takes no hook, and nothing would give the connections back.
         state.close()
@@ -126,6 +118,16 @@ def register(
 def hook_of(model: nn.Module) -> CommHookState | None:
     """Return the state of the hook that `register` gave this very model; None without one."""
     return getattr(torch_compat.not_compiled(model), _MARK, None)
+
+
+def _connect(state: CommHookState, wrapped: Wrapped, tables: Tables) -> None:
+    """Make all exchanges of a model.
+
+    Collective: every rank of the model's groups must call this.
+    """
+    for group in wrapped.over:
+        for device in wrapped.devices:
+            state.exchange(group, device, tables[group])
 
 
 def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> tuple[Wrapped, bool]:

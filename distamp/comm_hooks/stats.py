@@ -3,42 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS
-
-__all__ = ["Choice", "HookStats"]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What `register` chose, and the times it chose by; the same on all ranks.
-
-    Args:
-        wire: The format that gradients travel in; or their own dtype, such as ``"fp32"``; or
-            ``"torch bf16"``, of which torch's own hook casts to bf16 and adds up in it.
-        seconds: How long each way took on the slowest rank, the median of several times; nothing
-            where there was nothing to choose from.
-        nbytes: Bytes of the gradients that were sent.
-        reason: Why, in a few words.
-    """
-
-    wire: str
-    seconds: Mapping[str, float]
-    nbytes: int
-    reason: str
-
-    @property
-    def compressed(self) -> bool:
-        """Whether it is a format of `WIRE_FORMATS`, in one level or two."""
-        return self.wire.split()[0] in WIRE_FORMATS
-
-    def __str__(self) -> str:
-        hook = "" if self.compressed or self.wire == TORCHS.name else " (no hook)"
-        line = f"chose {self.wire}{hook}: {self.reason}"
-        times = ", ".join(f"{name} {1e3 * each:.4g} ms" for name, each in self.seconds.items())
-        return f"{line} ({self.nbytes / 1e6:.3g} MB in {times})" if times else line
+__all__ = ["HookStats"]
 
 
 @dataclass
@@ -56,7 +23,8 @@ class HookStats:
         seconds_waiting: Time spent with the network, 0 where a device waits.
         fallbacks: How many buckets, or modules' weights, went another way than the format's own, by
             reason.
-        choice: What `register` chose and why; None where the format was given, and is used.
+        left_off: Why `register` left the hook off, so that gradients are sent uncompressed; ``""``
+            if it did not.
         levels: How ranks and hosts exchange; with the reason, where it is not as they are.
     """
 
@@ -65,7 +33,7 @@ class HookStats:
     bytes_uncompressed: int = 0
     seconds_waiting: float = 0.0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    choice: Choice | None = None
+    left_off: str = ""
     levels: str = ""
 
     @property
@@ -79,7 +47,7 @@ class HookStats:
         return 1.0 - self.total_bytes / max(1, self.bytes_uncompressed) if self.exchanges else 0.0
 
     def __str__(self) -> str:
-        parts = [] if self.choice is None else [str(self.choice)]
+        parts = [f"the hook was left off: {self.left_off}"] if self.left_off else []
         if self.exchanges:
             sent = ", ".join(
                 f"{each / 1e6:.4g} MB as {wire}" for wire, each in self.bytes_sent.items()
@@ -87,7 +55,7 @@ class HookStats:
             whole = f"{self.bytes_uncompressed / 1e6:.4g} MB uncompressed"
             parts.append(f"{self.exchanges} exchanges sent {sent}; {whole}, {self.saved:.0%} saved")
             parts.append(f"waited {self.seconds_waiting:.2f} s; {self.levels}")
-        elif self.choice is None or self.choice.compressed:
+        elif not self.left_off:
             parts.append("no gradient was sent in a wire format")
         parts.extend(f"{count} x {reason}" for reason, count in self.fallbacks.items())
         return "; ".join(parts)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks.formats import TORCHS, WIRE_FORMATS, WireFormat
+from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.state import CommHookState, reals_in, state_of
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 
@@ -118,15 +118,12 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
     numels: Counter[torch.dtype] = Counter()
     for each in trained:
         numels[each.dtype.to_real()] += reals_in(each)
-    dtype, numel = numels.most_common(1)[0]
+    ((dtype, _),) = numels.most_common(1)
 
     def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
         state.name_parameters(model.module.named_parameters())
         if state.wire.encodes:
             model.register_comm_hook(state, wire_hook)
-        elif state.wire is TORCHS:
-            casting = bf16_compress_wrapper(default_hooks.allreduce_hook)
-            model.register_comm_hook(model.process_group, casting)
 
     return Wrapped(
         shards=[],
@@ -134,18 +131,12 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
         formats=list(WIRE_FORMATS),
         dtype=dtype,
         devices=list(dict.fromkeys(each.device for each in trained)),
-        numel=min(numel, max(1, model.bucket_bytes_cap // dtype.itemsize)),
         what=f"{sum(numels.values())} elements",
         attach=attach,
-        torchs=dtype is torch.float32,
     )
 
 
 # -- FSDP1 -------------------------------------------------------------------------------------
-
-# Elements that `auto` sends: of a unit's gradients this torch says nothing in public.
-SAMPLE = 1 << 20
-
 
 LowPrecisionState = fsdp_hooks.LowPrecisionState
 
@@ -210,7 +201,6 @@ def fsdp1(model: Any) -> Wrapped:
         formats=["fp16", "bf16"],
         dtype=policy.reduce_dtype or policy.param_dtype or own,
         devices=[model.compute_device],
-        numel=SAMPLE // group.size() * group.size(),
         what=f"{len(units)} FullyShardedDataParallel",
         attach=attach,
     )

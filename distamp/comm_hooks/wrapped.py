@@ -29,12 +29,10 @@ class Wrapped:
         formats: Names of the formats that it takes, if gradients are wide enough.
         dtype: In which most gradients are reduced. Others, if they do not fit, go as they are.
         devices: Where they lie.
-        numel: How many are exchanged together, where most are.
         what: The model in words.
         attach: Fills torch's hook points, given a state, the format in which weights are gathered,
             and where ranks are. Where one is taken, torch's DDP and FSDP1 raise.
         refused: Why it takes no hook, or not these options.
-        torchs: Whether it takes torch's own bf16 hook.
     """
 
     shards: Sequence[ProcessGroup]
@@ -42,11 +40,9 @@ class Wrapped:
     formats: Sequence[str]
     dtype: torch.dtype
     devices: Sequence[torch.device]
-    numel: int
     what: str
     attach: Callable[[CommHookState, WireFormat | None, Tables], None]
     refused: str | None = None
-    torchs: bool = False
 
     @property
     def over(self) -> list[ProcessGroup]:

@@ -230,7 +230,7 @@ class CommHook(_Callback):
     FSDP and ModelParallel strategies; does nothing on one device.
 
     Args:
-        wire: What `distamp.comm_hooks.register` takes: ``"fp16"``, ``"int8"``, ``"auto"``, ...
+        wire: What `distamp.comm_hooks.register` takes: ``"fp16"``, ``"bf16"`` or ``"int8"``.
 
     Attributes:
         state: What ``register`` returned, with its ``stats()``; None before training.

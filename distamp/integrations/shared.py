@@ -73,8 +73,8 @@ def check_wire(name: str | None) -> None:
     Raises:
         ValueError: There is none of that name.
     """
-    if name not in (None, "auto"):
-        wire_format(str(name))
+    if name is not None:
+        wire_format(name)
 
 
 def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) -> DistGradScaler:

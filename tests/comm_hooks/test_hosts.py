@@ -116,7 +116,7 @@ def test_uneven_hosts_say_that_the_hook_is_left_off(dropped_in):
     error, stats = _error("aaab", {}, wire)
     assert error < 1e-6
     assert stats.total_bytes == 0
-    said = "hosts have" if dropped_in else "chose fp32 (no hook): hosts have from 1 to 3"
+    said = "hosts have" if dropped_in else "the hook was left off: hosts have from 1 to 3"
     assert said in str(stats)
 
 

@@ -1,11 +1,9 @@
 """One call for every wrapper: what it refuses, on every rank alike."""
 
 import re
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,23 +19,19 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import WIRE_FORMATS, WireFormat, auto
-from distamp.comm_hooks.auto import choose, timed_choice
-from distamp.comm_hooks.stats import Choice
+from distamp.comm_hooks import WIRE_FORMATS, WireFormat
 from distamp.errors import LockstepError
 from tests.comm_hooks.training import (
     BOUNDS,
     WIDTHS,
-    agreed,
     full_gradients,
-    gradients,
     inputs,
     mlp,
     relative,
     spread,
 )
 from tests.on_ranks import on_ranks
-from tests.ranks import logged, mesh, subgroup
+from tests.ranks import mesh, subgroup
 
 
 def _registered(wrapper: str) -> tuple[Any, dict[str, Any]]:
@@ -186,9 +180,8 @@ def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(whole):
     shards = [0, 1] if dist.get_rank() < 2 else [2, 3]
     given = [0, 1, 2, 3] if whole else shards
     said = f"replicas holds ranks {given}, but FSDPSequential is sharded over ranks {shards}: "
-    for wire in ("fp16", "auto"):
-        with pytest.raises(ValueError, match=re.escape(said)):
-            comm_hooks.register(model, wire, replicas=group)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        comm_hooks.register(model, "fp16", replicas=group)
     comm_hooks.register(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
 
 
@@ -211,104 +204,3 @@ def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_wa
     with pytest.raises(error, match=says):
         comm_hooks.register(model, other if odd else "fp16", **options)
     comm_hooks.register(model, "fp16", **options)  # Nothing was registered by the failed call.
-
-
-# -- "auto": which way wins, and one choice for all ranks ------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fp32", "fp16", "int8", "wire"),
-    [
-        ([4.0], [2.0], [1.0], "int8"),  # a slow link
-        ([4.0], [2.0], [2.0], "fp16"),  # a tie goes to the more exact
-        ([4.0], [2.0], [1.95], "fp16"),
-        ([4.0], [2.0], [1.9], "int8"),
-        ([1.0], [0.97], [0.98], "fp32"),  # not worth other numbers
-        ([1.0], [0.95], [0.99], "fp16"),
-        ([1.0], [1.2], [1.5], "fp32"),  # a slow processor
-        ([1.0, 1.0, 1e-9], [0.5] * 3, [2.0] * 3, "fp16"),  # one odd time decides nothing
-        ([1.0, 1.0, 1e9], [0.5] * 3, [2.0] * 3, "fp16"),
-    ],
-)
-def test_the_most_exact_way_that_is_not_slower_wins(fp32, fp16, int8, wire):
-    choice = choose({"fp32": fp32, "fp16": fp16, "int8": int8}, 26_214_400)
-    assert (choice.wire, choice.compressed) == (wire, wire != "fp32")
-    assert str(choice).startswith(f"chose {wire}")
-    assert "26.2 MB in fp32" in str(choice)
-
-
-def _beside_ddp(model: Any) -> tuple[Tensor, float]:
-    plain = DistributedDataParallel(mlp(*WIDTHS))
-    for each in (model, plain):
-        each(inputs(0, WIDTHS[0])).square().sum().backward()
-    mine = full_gradients(model)
-    return mine, relative(mine, gradients(plain))
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("wrapper", ["DDP", "HSDP", "replicas"])
-def test_all_ranks_choose_alike_and_the_first_says_so(wrapper):
-    model, options = spread(wrapper)
-    before = torch.random.get_rng_state()
-    with logged("distamp.comm_hooks") as records:
-        state = comm_hooks.register(model, "auto", **options)
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert all(p.grad is None for p in model.parameters())
-    mine, error = _beside_ddp(model)
-    stats = state.stats()
-    assert stats.choice is not None
-    # The exchanges that were timed are not counted, and those of a hook are.
-    assert (stats.exchanges > 0) == stats.choice.compressed
-    assert agreed(mine)
-    assert error <= {"fp32": 1e-6, "torch bf16": 1e-2, **BOUNDS}[stats.choice.wire] * 2
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, stats.choice)
-    assert everyone == [stats.choice] * dist.get_world_size()
-    torchs = ["torch bf16"] if wrapper == "DDP" else []
-    assert list(stats.choice.seconds) == ["fp32", "fp16", *torchs, "int8"]
-    assert str(stats).startswith(str(stats.choice))
-    assert records == ([] if dist.get_rank() else [str(stats.choice)])
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("slow", "wire"), [([], "fp32"), (["fp32", "fp16"], "int8")])
-def test_what_is_slow_on_one_rank_alone_is_chosen_by_none(slow, wire):
-    """By real sleeps."""
-    seconds = {"fp32": 0.001, "fp16": 0.02, "int8": 0.03}
-    if dist.get_rank() == 2:
-        seconds |= dict.fromkeys(slow, 0.06)
-
-    def trial(name: str) -> Any:
-        return lambda sent: time.sleep(seconds[name])
-
-    trials = {name: trial(name) for name in seconds}
-    assert timed_choice(trials, torch.zeros(8), [dist.group.WORLD]).wire == wire
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_gradients_of_two_bytes_are_not_sent_in_more(wrapper):
-    model: Any = DistributedDataParallel(mlp(*WIDTHS).half())
-    if wrapper == "FSDP2":
-        model, _ = spread(wrapper, mp_policy=MixedPrecisionPolicy(HALF, HALF))
-    choice = comm_hooks.register(model, "auto").stats().choice
-    assert choice.wire in list(choice.seconds) == ["float16", "int8"]
-
-
-@on_ranks(2)
-def test_torchs_own_bf16_is_registered_where_it_is_chosen():
-    chosen = Choice("torch bf16", {}, 0, "the link is the bottleneck")
-    model = DistributedDataParallel(mlp(*WIDTHS))
-    # It times exchanges, so no rank leaves before all are connected.
-    waits = mock.Mock(side_effect=lambda *_: dist.barrier() or chosen)
-    with mock.patch.object(auto, "timed_choice", waits):
-        state = comm_hooks.register(model, "auto")
-    assert 1e-4 < _beside_ddp(model)[1] < 1e-2
-    assert str(state.stats()) == "chose torch bf16: the link is the bottleneck"
-
-
-@on_ranks(1)
-def test_one_rank_measures_nothing():
-    model = DistributedDataParallel(mlp(*WIDTHS))
-    said = str(comm_hooks.register(model, "auto").stats())
-    assert said == "chose fp32 (no hook): there is one rank"

@@ -1,8 +1,7 @@
-"""What a hook sends: as it says itself, as is foretold of a cluster, never more than it got."""
+"""Bytes that a hook sends: as its stats count them, and never more than gradients have."""
 
 import itertools
 import random
-import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from distamp.comm_hooks import WIRE_FORMATS, HookStats
-from distamp.comm_hooks.foretell import foretell, main
 from distamp.comm_hooks.plans import bucket_plan, shard_plan
 from tests.on_ranks import on_ranks
 
@@ -32,6 +30,8 @@ def test_a_value_that_reads_as_a_line():
         "4 x sparse gradient all-reduced as it is"
     )
     assert str(HookStats()) == "no gradient was sent in a wire format"
+    line = str(HookStats(left_off="hosts have from 1 to 3 ranks"))
+    assert line == "the hook was left off: hosts have from 1 to 3 ranks"
     line = str(HookStats(fallbacks=Counter({"other way": 2})))
     assert line == "no gradient was sent in a wire format; 2 x other way"
 
@@ -51,51 +51,6 @@ def test_bytes_are_counted_beside_those_of_a_ring(ranks_per_host, share):
     compressed = 6 / 4 if ranks_per_host == 1 else 2 / 2 / 2
     assert stats.bytes_uncompressed == share * 4 * numel
     assert stats.total_bytes == pytest.approx(0.502 * compressed * 4 * numel, rel=1e-3)
-
-
-# -- foretold of a cluster, by arithmetic ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("wire", ["fp16", "int8"])
-def test_the_bytes_are_those_that_a_hook_sends(ranks4, wire):
-    stats = ranks4.run(sent, 1 << 18, wire, 2)
-    found = sum(each.total_bytes for each in stats) / 2  # of one of two hosts
-    assert foretell(2, 2, 10.0, 1.0)[wire].megabytes * 1e6 == pytest.approx(found)
-
-
-def test_on_a_slow_link_int8_wins_and_on_a_fast_one_nothing_beats_torch():
-    slow, fast = foretell(4, 1, 1.0), foretell(2, 8, 3200.0)
-    assert min(slow, key=lambda name: slow[name].beside) == "int8"
-    assert min(fast, key=lambda name: fast[name].beside) in ("fp32", "torch bf16")
-
-
-def test_one_host_has_nothing_to_foretell():
-    with pytest.raises(ValueError, match="give at least two hosts"):
-        foretell(1, 8, 100.0)
-
-
-def test_the_command_prints_a_line_for_each_way(monkeypatch, capsys):
-    given = ["foretell", "--hosts", "16", "--ranks", "8", "--gbit", "100", "--bucket-mb", "25"]
-    monkeypatch.setattr(sys, "argv", given)
-    main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == ["fp32", "torch", "fp16", "bf16", "int8"]
-    assert lines[-1].startswith("by arithmetic int8 is the fastest")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--hosts 1 --ranks 8 --gbit 100", "at least two hosts"),
-        ("--hosts 2 --ranks 1 --gbit 0", "above 0"),
-        ("--hosts 2 --ranks 1 --gbit nan", "above 0"),
-    ],
-)
-def test_the_command_says_in_a_line_what_it_cannot_foretell(monkeypatch, capsys, given, said):
-    monkeypatch.setattr(sys, "argv", ["foretell", *given.split()])
-    with pytest.raises(SystemExit):
-        main()
-    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 # -- plans: never more bytes than gradients are, and far fewer where there are many ----------------

@@ -50,14 +50,14 @@ BAD = {
     "precision": "fp64 O4 half",
     "checkpoint_blocks": "some True",
     "schedule": "step cosinus",
-    "hook": "int16 fp64",
+    "hook": "int16 fp64 auto",
     "model": "gtp hf: :",
     "optimizer": "adam",
 }
 # What it may be, but not here.
 NOT_HERE = {
     "shard": "0 3",
-    "hook": "fp16 auto",  # they want several ranks
+    "hook": "fp16 int8",  # they want several ranks
     "compile async_save overwrite auto_resume tensorboard": "yes 1",
     "model": "hf:gtp hf:owner/gpt2 os:getcwd nowhere:f os:nothing",
     "model_args": "width width=3",  # which gpt takes by flags
