@@ -5,8 +5,8 @@ Each is used through a function here. They ran with torch 2.11, 2.13 and 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any
 
@@ -18,17 +18,21 @@ from torch.futures import Future
 from torch.torch_version import TorchVersion
 
 __all__ = [
+    "accumulating_in_reduce_dtype",
     "all_gather",
     "all_gather_as_torch",
+    "awaits_first_reduction",
     "completed",
     "custom_collective",
     "default_group",
+    "drop_unreduced_gradients",
     "in_backward_pass",
     "is_destroyed",
     "mesh_groups",
     "new_communicator",
     "not_compiled",
     "param_groups",
+    "paused_gradient_sync",
     "policy_of",
     "reduce_scatter",
     "replicas_to_hook",
@@ -147,6 +151,17 @@ def not_compiled(model: nn.Module) -> nn.Module:
     return inner
 
 
+def awaits_first_reduction(model: Any) -> bool:
+    """Return whether this DDP has a static graph that it has not recorded yet.
+
+    Its first backward pass under ``no_sync()`` ends in an internal assertion of torch, and without
+    that assertion DDP would never reduce again.
+    """
+    return bool(model.static_graph) and not _private(
+        model, "_static_graph_delay_allreduce_enqueued"
+    )
+
+
 # -- FSDP -------------------------------------------------------------------------------------
 
 
@@ -213,3 +228,96 @@ def replicas_to_hook(group: Any) -> None:
     if group.post_forward_mesh_info == known:
         group.post_forward_mesh_info = left
     group.mesh_info = left
+
+
+# FSDP2 has no public name for what a backward pass without reduction leaves: gradients of whole
+# parameters, in ``_unsharded_param.grad`` or, in the dtype they are reduced in, in
+# ``unsharded_accumulated_grad``; and in ``_partial_reduce_output`` those that are reduced over the
+# shards of HSDP alone. Nor has it one to read whether it reduces. If torch renames them, training
+# without `Amp.no_sync` and `Amp.zero_grad` is as before, and those raise the error of `_private`.
+
+
+@contextmanager
+def paused_gradient_sync(module: Any) -> Iterator[None]:
+    """Have FSDP2 not reduce the gradients of one module inside; then restore what was set before.
+
+    Args:
+        module: One to which ``fully_shard`` was applied.
+    """
+    names = "reduce_grads", "all_reduce_grads"
+    before = [
+        (group, name, _private(group, name)) for group in param_groups(module) for name in names
+    ]
+    module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, name, value in before:
+            setattr(group, name, value)
+
+
+def drop_unreduced_gradients(module: Any) -> list[nn.Parameter]:
+    """Drop the gradients that FSDP2 has accumulated for one module and not reduced.
+
+    Args:
+        module: One to which ``fully_shard`` was applied.
+
+    Returns:
+        The sharded parameters that had such a gradient.
+    """
+    dropped = []
+    for group in param_groups(module):
+        if _private(group, "_partial_reduce_output") is not None:
+            group._partial_reduce_output = None
+        for fsdp_param in _private(group, "fsdp_params"):
+            accumulated = _private(fsdp_param, "unsharded_accumulated_grad")
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)  # None before a forward pass
+            if accumulated is not None:
+                fsdp_param.unsharded_accumulated_grad = None
+            elif unsharded is None or unsharded.grad is None:
+                continue
+            if unsharded is not None:
+                unsharded.grad = None
+            dropped.append(fsdp_param.sharded_param)
+    return dropped
+
+
+@contextmanager
+def accumulating_in_reduce_dtype(module: Any) -> Iterator[None]:
+    """Let parameters get their first gradient after others of their unit were accumulated.
+
+    Under a policy, FSDP2 accumulates unreduced gradients in the dtype it reduces in. A parameter
+    whose first gradient comes in the pass that reduces has its own dtype, and torch refuses to
+    reduce both in one message ("uniform gradient dtype"). So that gradient is moved to where the
+    others are, by torch's own methods, as soon as it is there.
+
+    Args:
+        module: One to which ``fully_shard`` was applied, in a backward pass that reduces.
+    """
+    handles = []
+    for group in param_groups(module):
+        fsdp_params = _private(group, "fsdp_params")
+        if all(each.unsharded_accumulated_grad is None for each in fsdp_params):
+            continue
+        for fsdp_param in fsdp_params:
+            late = fsdp_param.unsharded_accumulated_grad is None
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if late and unsharded is not None and unsharded.requires_grad:
+                handles.append(
+                    unsharded.register_post_accumulate_grad_hook(_accumulate(fsdp_param))
+                )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _accumulate(fsdp_param: Any) -> Callable[[Tensor], None]:
+    """Return a hook that moves an unsharded gradient to where FSDP2 accumulates such gradients."""
+
+    def accumulate(_: Tensor) -> None:
+        fsdp_param.accumulate_unsharded_grad_if_needed()
+        fsdp_param.to_accumulated_grad_if_needed()
+
+    return accumulate

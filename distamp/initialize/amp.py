@@ -16,8 +16,9 @@ from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.guard import GUARDS, StepGuard
 from distamp.initialize.flat_state import FlatState
+from distamp.initialize.gradient_sync import GradientSync
 from distamp.initialize.kept import matched
-from distamp.initialize.wrappers import SHARDED_DDP, OnePassEach, name_of, pause_sync
+from distamp.initialize.wrappers import SHARDED_DDP, name_of
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report import Breaches, Contract
@@ -97,7 +98,7 @@ class Amp:
         self.comm_hooks = comm_hooks
         self._region = region
         self._sharded = sharded
-        self._passes = OnePassEach(models)
+        self._sync = GradientSync(models)
         self._waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,9 +145,11 @@ class Amp:
         """Accumulate without reducing over ranks in what runs inside, forward and backward.
 
         As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
-        every model at once; nothing happens where there is no such wrapper.
+        every model at once. It does nothing without such a wrapper. Regions nest: the end of one
+        restores the state from before it. DDP with ``static_graph=True`` is not paused before it
+        has reduced gradients once.
         """
-        return pause_sync(self.models)
+        return self._sync.pause()
 
     @contextlib.contextmanager
     def scale_loss(
@@ -175,7 +178,7 @@ class Amp:
                 "call zero_grad() and scaler.update()"
             )
         self._waiting = True
-        with self._passes.one():
+        with self._sync.backward_pass():
             yield self.scaler.scale(loss)
 
     def backward(
@@ -331,10 +334,14 @@ class Amp:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of every model and optimizer.
 
+        Unlike ``Optimizer.zero_grad`` it also drops the gradients that FSDP2 accumulated under
+        `no_sync` and has not reduced yet.
+
         Args:
             set_to_none: As in ``Optimizer.zero_grad``; without effect under fairscale's
                 ShardedDataParallel, whose buckets hold the gradients.
         """
+        self._sync.drop_unreduced(set_to_none)
         to_none = set_to_none and SHARDED_DDP not in map(name_of, self.models)
         everyone: tuple[Any, ...] = (*self.models, *self.optimizers)
         for each in everyone:

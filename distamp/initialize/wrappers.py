@@ -1,18 +1,13 @@
-"""How a model is wrapped: what stands around it, what that casts, and how its sync is paused."""
+"""How a model is wrapped: what stands around it, and what that casts."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from distamp.comm_hooks.torch_compat import policy_of
-from distamp.errors import StageError
 from distamp.gradients import is_dtensor
 
 __all__ = [
@@ -20,12 +15,10 @@ __all__ = [
     "FSDP1",
     "FSDP2",
     "SHARDED_DDP",
-    "OnePassEach",
     "Wrapping",
     "casting_units",
     "compute_device",
     "name_of",
-    "pause_sync",
     "recognise",
     "units_of",
 ]
@@ -113,70 +106,6 @@ def casting_units(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
         module: None if unit is None or _policy(unit)[0] in (None, torch.float32) else unit
         for module, unit in units_of(model).items()
     }
-
-
-@contextlib.contextmanager
-def pause_sync(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave gradients unreduced in what runs inside, forward and backward, whatever the wrappers.
-
-    Args:
-        models: Wrapped or not.
-    """
-    with contextlib.ExitStack() as stack:
-        for model in map(_uncompiled, models):
-            if hasattr(model, "no_sync"):  # DDP, FSDP1, ShardedDataParallel
-                stack.enter_context(model.no_sync())  # type: ignore[operator]
-            sharded: list[Any] = [part for part in model.modules() if name_of(part) == FSDP2]
-            for part in sharded:
-                part.set_requires_gradient_sync(False, recurse=False)
-                stack.callback(part.set_requires_gradient_sync, True, recurse=False)
-        yield
-
-
-class OnePassEach:
-    """Watches the outputs of DistributedDataParallel.
-
-    torch reduces gradients in the first backward pass through an output and leaves those of a
-    second one as each rank has them: the ranks diverge silently.
-
-    Args:
-        models: Those of which a part is in DistributedDataParallel are watched.
-    """
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._pass: object | None = None
-        for model in models:
-            wrappers = [each for each in model.modules() if name_of(each) == DDP]
-            if wrappers:
-                model.register_forward_hook(functools.partial(self._watch, wrappers))
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Stand around one backward pass that is to be reduced."""
-        self._pass = object()
-        try:
-            yield
-        finally:
-            self._pass = None
-
-    def _watch(self, wrappers: list[Any], module: nn.Module, args: Any, output: Any) -> None:
-        if not all(each.require_backward_grad_sync for each in wrappers):
-            return  # under no_sync() nothing is reduced
-        reduced_in: set[object] = set()
-
-        def arrived(gradient: Tensor) -> None:
-            if self._pass is not None:
-                reduced_in.add(self._pass)
-            if len(reduced_in) > 1:
-                raise StageError(
-                    "a second backward() through one forward pass of DistributedDataParallel: it "
-                    "reduces the first alone, and the ranks would part. Add the losses up before "
-                    "backward(), or run the forward pass once for each"
-                )
-
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(arrived)
 
 
 def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
