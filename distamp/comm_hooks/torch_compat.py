@@ -31,6 +31,7 @@ __all__ = [
     "mesh_groups",
     "new_communicator",
     "not_compiled",
+    "output_dtype_of",
     "param_groups",
     "paused_gradient_sync",
     "policy_of",
@@ -186,6 +187,17 @@ def policy_of(module: Any, own: torch.dtype) -> tuple[torch.dtype | None, torch.
     return policy.param_dtype, policy.reduce_dtype or follows or own
 
 
+def output_dtype_of(module: Any) -> torch.dtype | None:
+    """Return the dtype to which FSDP2 casts the outputs of one module; None if it casts none.
+
+    Args:
+        module: One to which ``fully_shard`` was applied.
+    """
+    policy = _private(_private(module, "_get_fsdp_state")(), "_mp_policy")
+    dtype: torch.dtype | None = policy.output_dtype
+    return dtype
+
+
 def mesh_groups(group: Any) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Return the ranks that a parameter group is sharded over, and those torch averages between.
 
@@ -268,7 +280,7 @@ def drop_unreduced_gradients(module: Any) -> list[nn.Parameter]:
     dropped = []
     for group in param_groups(module):
         if _private(group, "_partial_reduce_output") is not None:
-            group._partial_reduce_output = None
+            setattr(group, "_partial_reduce_output", None)  # noqa: B010  # torch's own
         for fsdp_param in _private(group, "fsdp_params"):
             accumulated = _private(fsdp_param, "unsharded_accumulated_grad")
             unsharded = getattr(fsdp_param, "_unsharded_param", None)  # None before a forward pass

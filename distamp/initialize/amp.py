@@ -17,7 +17,6 @@ from distamp.errors import SettingError, StageError
 from distamp.guard import GUARDS, StepGuard
 from distamp.initialize.flat_state import FlatState
 from distamp.initialize.gradient_sync import GradientSync
-from distamp.initialize.kept import matched
 from distamp.initialize.wrappers import SHARDED_DDP, name_of
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -39,7 +38,8 @@ class StepResult:
     """Which optimizers stepped, as tensors on the device; ``bool`` of it waits for the device.
 
     Args:
-        taken: 0-d bool, whether every optimizer stepped.
+        taken: 0-d bool, whether every optimizer stepped, those of other ranks included where this
+            rank has none.
         optimizers: The same for each optimizer, in the order of the arguments.
     """
 
@@ -90,6 +90,8 @@ class Amp:
         region: autocast,
         comm_hooks: tuple[CommHookState, ...] = (),
         sharded: Declared | None = None,
+        idle: tuple[torch.optim.Optimizer, ...] = (),
+        unmatched: tuple[str, ...] = (),
     ) -> None:
         self.models = models
         self.optimizers = optimizers
@@ -98,6 +100,10 @@ class Amp:
         self.comm_hooks = comm_hooks
         self._region = region
         self._sharded = sharded
+        # A rank that trains nothing steps optimizers without gradients, so that it takes part in
+        # the messages of those that train.
+        self._stepped = optimizers or idle
+        self._unmatched = unmatched
         self._sync = GradientSync(models)
         self._waiting = False
 
@@ -171,7 +177,7 @@ class Amp:
             StageError: Gradients were unscaled already; or DDP would not reduce this pass, because
                 its forward pass had one already.
         """
-        if any(map(self.scaler.is_unscaled, self.optimizers)):
+        if any(map(self.scaler.is_unscaled, self._stepped)):
             raise StageError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
                 "ones; clip after the last backward() of the iteration. After a step that raised, "
@@ -264,7 +270,7 @@ class Amp:
             The norm before clipping: 0-d float32, the same on every rank.
         """
         declared = self._declared(replicated, sharded)
-        stepped = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+        stepped = [p for optimizer in self._stepped for p in parameters_of(optimizer)]
         return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -303,7 +309,7 @@ class Amp:
         declared = self._declared(replicated, sharded)
         try:
             self.scaler.step_all(
-                self.optimizers,
+                self._stepped,
                 max_norm=max_norm,
                 skip_above=skip_above,
                 together=together,
@@ -317,16 +323,19 @@ class Amp:
                 "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
                 "use amp.scale_loss(loss)."
             ) from error
-        found = [self.scaler.found_inf(optimizer) for optimizer in self.optimizers]
+        found = [self.scaler.found_inf(optimizer) for optimizer in self._stepped]
         anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
         self.scaler.update()
         self._waiting = False
-        return StepResult(anyone == 0, tuple(flag == 0 for flag in found))
+        given = found[: len(self.optimizers)]
+        return StepResult(anyone == 0, tuple(flag == 0 for flag in given))
 
     def _declared(self, replicated: Declared | None, sharded: Declared | None) -> dict[str, Any]:
         """Return how gradients are cut: as declared, or as `initialize` knows it."""
-        if not self.optimizers:
-            raise StageError("initialize was given no optimizer, so there is nothing to step")
+        if not self._stepped:
+            raise StageError(
+                "initialize was given no optimizer on any rank, so there is nothing to step"
+            )
         if replicated is None and sharded is None:
             sharded = self._sharded
         return {"replicated": replicated, "sharded": sharded}
@@ -373,7 +382,7 @@ class Amp:
             level_gathers = (level_gathers,)
         words["gather"] = (*level_gathers, *gathers)
         found = Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
-        found.unseen += matched(self.models, self.precision, self.scaler.process_group)[1]
+        found.unseen += self._unmatched
         return found
 
     # -- state -----------------------------------------------------------------------------------
@@ -396,14 +405,16 @@ class Amp:
         the smallest is taken.
 
         Raises:
-            SettingError: It is no such state, has masters of another number of optimizers, or a
-                value out of range. What was loaded before it stays, as in torch's modules.
+            SettingError: The state has none of the keys of such a state, has masters of another
+                number of optimizers, or a value out of range. What was loaded before it stays, as
+                in torch's modules.
             ValueError: It has masters of other parameters.
         """
         if not isinstance(state, Mapping):
             raise SettingError(
                 f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
             )
+        _check_keys(state)
         scale, masters = _scale_of(state), _list_of(state, "masters")
         mine = self.masters
         if masters and mine and len(masters) != len(mine):
@@ -483,6 +494,27 @@ def _load_scale(scaler: DistGradScaler, state: Any) -> None:
         state = {key: value for key, value in state.items() if key != GUARDS}
     if StaticSchedule.kind not in kinds:
         scaler.load_state_dict(state)
+
+
+def _check_keys(state: Mapping[str, Any]) -> None:
+    """Refuse a dict that is no state, at levels without a loss scale too.
+
+    Raises:
+        SettingError: It has none of the keys by which a state is known.
+    """
+    keys = [str(key) for key in state]
+    if any(key in ("scale", GUARDS) or key.startswith("loss_scale") for key in keys):
+        return
+    given = "no keys"
+    if keys:
+        given = f"the keys {', '.join(map(repr, keys[:5]))}" + ", ..." * (len(keys) > 5)
+    raise SettingError(
+        f"amp.load_state_dict() was given a dict with {given}, which is no state of an Amp. It "
+        "loads what amp.state_dict() returned (keys 'version', 'opt_level', 'loss_scalers', "
+        "'masters'), Apex's amp.state_dict() (keys 'loss_scaler0', ...) or a scaler's state (keys "
+        "'scale', '_growth_tracker', ...). Pass that part of the checkpoint, as in "
+        "amp.load_state_dict(checkpoint['amp'])."
+    )
 
 
 def _scale_of(state: Mapping[str, Any]) -> Any:

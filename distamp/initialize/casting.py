@@ -12,9 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from distamp.errors import SettingError
-from distamp.groups import GroupLike
+from distamp.groups import GroupLike, resolve
 from distamp.initialize.float8 import convert
-from distamp.initialize.kept import Pins, kept_fp32, matched, own_tensors, pin_all
+from distamp.initialize.kept import (
+    Pins,
+    kept_fp32,
+    match_patterns,
+    own_tensors,
+    pin_all,
+    unmatched_everywhere,
+)
 from distamp.initialize.wrappers import recognise
 from distamp.precision import Precision
 
@@ -55,7 +62,8 @@ def cast_model(
         master_weights: In place of the level's own.
         precision: Modules in a precision of their own, by shell patterns over their names, as in
             ``{"*.norm": "fp32", "lm_head": "fp32:keep"}``; see `distamp.pin_precision`. Of several
-            that match, the last counts. The call is collective then.
+            that match, the last counts. Among several ranks a pattern may match nothing here,
+            because another rank may have those modules; `initialize` compares all ranks.
         process_group: The ranks that have a part of the model, as `initialize` takes it.
 
     Returns:
@@ -63,8 +71,8 @@ def cast_model(
 
     Raises:
         SettingError: The model is wrapped or sharded already, or was cast to another dtype before;
-            or it has frozen parameters in the other half precision; or a pattern matches nothing
-            on any rank.
+            or it has frozen parameters in the other half precision; or, in a process alone, a
+            pattern matches nothing.
 
     Source: Apex's documentation of O2, and Micikevicius et al., 2018, section 3.1. Apex casts batch
     norms without affine parameters; here their statistics stay in float32 too.
@@ -75,7 +83,10 @@ def cast_model(
         master_weights=master_weights,
         precision=precision,
     )
-    pins, _ = matched([model], level, process_group)
+    pins, unmatched = match_patterns([model], level)
+    group = resolve(process_group)
+    if group is None or group.size() == 1:
+        unmatched_everywhere([unmatched])
     wrapper = recognise(model).name
     if wrapper is not None and level.changes_model:
         raise SettingError(

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from distamp.autocast import OpLists, pin_of
 from distamp.autocast.op_names import Category
+from distamp.comm_hooks.torch_compat import output_dtype_of
 from distamp.errors import SettingError
 from distamp.initialize.casting import O2_OF, cast_as, check_cast_before, check_frozen
 from distamp.initialize.float8 import check_kernels
@@ -129,6 +130,8 @@ def _check_policies(
             f"{precision.param} and gradients reduced in {precision.reduce}; leave that setting "
             f"out, or take {'O2' if torch.float16 in dtypes else 'bf16-O2'}"
         )
+    if name == FSDP2:
+        _check_output_dtypes(model, precision)
     units = casting_units(model)
     norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
     cast = [name for name, norm in norms.items() if units[norm] is not None]
@@ -137,6 +140,38 @@ def _check_policies(
             f"{name} casts batch norm {cast[0]!r} to {precision.param} with the modules around it "
             f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
             "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
+        )
+
+
+def _check_output_dtypes(model: nn.Module, precision: Precision) -> None:
+    """Refuse a unit inside of another whose outputs the modules of the outer one cannot take.
+
+    FSDP2 casts what goes into a unit, and nothing between the modules that share one. An embedding
+    takes no floating input.
+    """
+    units = units_of(model)
+    takes_inputs: dict[nn.Module | None, nn.Module] = {}
+    for module, unit in casting_units(model).items():
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if has_weights and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            takes_inputs.setdefault(unit, module)
+    takes_inputs.pop(None, None)
+    around: dict[nn.Module, nn.Module | None] = {}
+    for module, unit in units.items():
+        for child in module.children():
+            if units[child] is child:
+                around[child] = unit
+    for unit, outer in around.items():
+        dtype = output_dtype_of(unit)
+        if dtype in (None, precision.param) or outer not in takes_inputs:
+            continue
+        names = module_names(model)
+        raise SettingError(
+            f"fully_shard casts the outputs of {names[unit]!r} to {dtype} "
+            f"(output_dtype of its policy), and {names[takes_inputs[outer]]!r}, which belongs to "
+            f"the unit around it, computes in {precision.param} and is given no cast. Pass "
+            "output_dtype to the root alone: MixedPrecisionPolicy(param_dtype="
+            f"{precision.param}) for every other unit."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -13,11 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks.registration import hook_of, register
 from distamp.errors import SettingError
+from distamp.groups import resolve
 from distamp.guard import StepGuard
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import prepare
 from distamp.initialize.checks import check
-from distamp.initialize.kept import Pins, matched, pin_all
+from distamp.initialize.kept import Pins, match_patterns, pin_all
+from distamp.initialize.rank_setup import (
+    compare_setups,
+    idle_optimizers,
+    setup_of,
+    unmatched_on_some,
+)
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
@@ -33,6 +41,7 @@ from distamp.scaler import (
 __all__ = ["initialize"]
 
 _T = TypeVar("_T")
+_logger = logging.getLogger("distamp.initialize")
 
 
 def initialize(
@@ -61,15 +70,20 @@ def initialize(
     DataParallel is cast in place. Under DDP, call `cast_model` before wrapping. Under FSDP, O2 is
     its own mixed precision. Where it is otherwise, the error gives the right order.
 
+    Collective: every rank of ``process_group`` must call this, except with ``optimizers=None``. A
+    rank that refuses its arguments makes every rank raise.
+
     Args:
         model: The model that you call, wrapped or not; or several.
-        optimizers: One or several, over parameters of the models; None to only run the model.
+        optimizers: One or several, over parameters of the models. An empty list for a rank that
+            trains nothing beside others that train, such as a frozen pipeline stage: it takes part
+            in every message of `Amp.step`. None to only run the model; then nothing is sent.
         opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
         master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
         loss_scale: As in Apex: a number or ``"dynamic"``.
         precision: Modules in a precision of their own, as in `cast_model`: shell patterns over
-            module names, without those of wrappers. Give both the same.
+            module names, without those of wrappers. Give both the same, and all ranks the same.
         init_scale: The first loss scale, where it is dynamic.
         schedule: How a dynamic loss scale moves.
         max_consecutive_skips: See `DistGradScaler`.
@@ -85,6 +99,7 @@ def initialize(
     Raises:
         SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer does not fit it. The message gives the correction.
+        LockstepError: Ranks have different patterns in ``precision``, or a rank does not come.
         TypeError: There is no such argument.
         ValueError: The wrapper does not support this ``comm_hook``.
 
@@ -108,8 +123,14 @@ def initialize(
             f"ops= lists what autocast casts, and {level.level} casts nothing op by op; take O1 or "
             "bf16, or name modules by precision="
         )
-    pins, _ = matched(models, level, process_group)
-    device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, ops)
+    pins, unmatched = match_patterns(models, level)
+    device, refused = "", None
+    try:
+        device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, ops)
+    except Exception as error:
+        refused = error
+    mine = setup_of(level.pins, unmatched, stepped, refused)
+    setups = compare_setups(mine, refused, resolve(process_group), optimizers is not None)
     settings: dict[str, Any] = {
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
@@ -130,7 +151,8 @@ def initialize(
         if level.scales
         else StepGuard(**settings)
     )
-    scaler.add_optimizer(*stepped)
+    idle = () if stepped else idle_optimizers(setups, device)
+    scaler.add_optimizer(*stepped, *idle)
     dtype = level.compute if level.autocasts else None
     lists = _lists_of(models, ops) if device == "cpu" and level.autocasts else ops
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
@@ -145,7 +167,10 @@ def initialize(
         scaler.attach(state)
     # A hook averages copies of shards, of which their mesh says nothing.
     sharded = None if replicas is None else lambda p: getattr(p, "device_mesh", None)
-    return Amp(models, stepped, level, scaler, region, made, sharded)
+    lines = unmatched_on_some(setups)
+    for line in lines:
+        _logger.info(line)
+    return Amp(models, stepped, level, scaler, region, made, sharded, idle, lines)
 
 
 def _lists_of(models: Sequence[nn.Module], ops: OpLists | None) -> OpLists | None:

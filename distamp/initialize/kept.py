@@ -7,63 +7,66 @@ tables of rotary embeddings, which cast their result themselves.
 from __future__ import annotations
 
 import fnmatch
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distamp.autocast import pin_of, pin_precision
-from distamp.errors import LockstepError, SettingError
-from distamp.groups import GroupLike, resolve
+from distamp.errors import SettingError
 from distamp.precision import Precision
 from distamp.report.following import module_names
 
-__all__ = ["Pins", "declared", "kept_fp32", "matched", "own_tensors", "pin_all"]
+__all__ = [
+    "Pins",
+    "declared",
+    "kept_fp32",
+    "match_patterns",
+    "own_tensors",
+    "pin_all",
+    "unmatched_everywhere",
+]
 
-_log = logging.getLogger("distamp.initialize")
 #: Modules, and what each is pinned to.
 Pins = Mapping[nn.Module, str]
 
 
-def matched(
-    models: Sequence[nn.Module], precision: Precision, process_group: GroupLike
-) -> tuple[Pins, tuple[str, ...]]:
-    """Return the modules that a level's patterns name; the models themselves are not asked.
+def match_patterns(
+    models: Sequence[nn.Module], precision: Precision
+) -> tuple[Pins, dict[str, list[str]]]:
+    """Return the modules of this rank that the patterns of a level name.
 
-    Names are those without wrappers. Collective over the group where there are patterns: a rank may
-    have a part of the model that a pattern does not name. Of these there is a line each, too.
+    Names are those without wrappers.
 
-    Raises:
-        SettingError: A pattern names no module on any rank.
-        LockstepError: Ranks have other patterns.
+    Returns:
+        The modules, each with its precision; and the patterns that match none, each with the
+        nearest names. Another rank may have the part of the model that such a pattern names.
     """
     if not precision.pins:
-        return {}, ()
+        return {}, {}
     # Of a wrapper and the module in it, which share a name, the module comes last.
     named = {name: m for model in models for m, name in module_names(model).items() if name}
     found = {pattern: fnmatch.filter(named, pattern) for pattern, _ in precision.pins}
+    pins = {named[name]: pin for pattern, pin in precision.pins for name in found[pattern]}
     nearest = {p: get_close_matches(p, named, 3, 0.0) for p, names in found.items() if not names}
-    everyone: list[Any] = [(precision.pins, nearest)]
-    group = resolve(process_group)
-    if group is not None:
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, (precision.pins, nearest), group=group)
-    if any(pins != precision.pins for pins, _ in everyone):
-        raise LockstepError(
-            "ranks were given different precision=: "
-            + "; ".join(f"rank {rank} {dict(pins)}" for rank, (pins, _) in enumerate(everyone))
-        )
-    lines = []
-    for pattern in found:
-        without = [rank for rank, (_, missing) in enumerate(everyone) if pattern in missing]
-        if len(without) == len(everyone):
-            close = dict.fromkeys(name for _, missing in everyone for name in missing[pattern])
+    return pins, nearest
+
+
+def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Refuse a pattern that matches no module on any rank.
+
+    Args:
+        unmatched: Of each rank the second result of `match_patterns`.
+
+    Raises:
+        SettingError: There is such a pattern.
+    """
+    for pattern in unmatched[0]:
+        if all(pattern in of_rank for of_rank in unmatched):
+            close = dict.fromkeys(name for of_rank in unmatched for name in of_rank[pattern])
             hint = "the model has no modules inside, so call pin_precision(model, ...) instead"
             if close:
                 hint = f"the nearest are {', '.join(map(repr, list(close)[:3]))}"
@@ -71,13 +74,6 @@ def matched(
                 f"precision has the pattern {pattern!r}, which no module's name matches on any "
                 f"rank; {hint}"
             )
-        if without:
-            lines.append(
-                f"the pattern {pattern!r} of precision= matches nothing on ranks {without}"
-            )
-            _log.info(lines[-1])
-    pins = {named[name]: pin for pattern, pin in precision.pins for name in found[pattern]}
-    return pins, tuple(lines)
 
 
 def pin_all(model: nn.Module, pins: Pins, dtype: torch.dtype) -> None:

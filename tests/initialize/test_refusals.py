@@ -208,6 +208,15 @@ def casting(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=shard(), mp_policy=policy)  # type: ignore[return-value]
 
 
+def float32_outputs(model: nn.Module, hsdp: bool = False) -> nn.Module:
+    """One policy for every unit; the root has modules of its own."""
+    over = mesh((1, 2), ("replicate", "shard")) if hsdp else shard()
+    policy = MixedPrecisionPolicy(param_dtype=HALF, output_dtype=FULL)
+    for part in (model.hidden, model):
+        fully_shard(part, mesh=over, mp_policy=policy)  # type: ignore[arg-type]
+    return model
+
+
 def flat(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     policy = MixedPrecision(param_dtype=dtype)
     return FullyShardedDataParallel(model, device_id=CPU, mixed_precision=policy)
@@ -298,10 +307,28 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         "give both the same",
     ),
     "ranks that pin differently": (
-        lambda: cast_model(
-            net(), "bf16", precision={"hidden" if dist.get_rank() else "norm": "fp32"}
-        ),
-        "ranks were given different precision=: rank 0 {'norm'",
+        lambda: tried(net(), "bf16", precision={"hidden" if dist.get_rank() else "norm": "fp32"}),
+        "the ranks were given different patterns in precision=. Rank 0: {'norm': 'fp32'}. Rank 1",
+    ),
+    "pins on one rank": (
+        lambda: tried(net(), "bf16", precision={"norm": "fp32"} if dist.get_rank() else None),
+        "Rank 0: none. Rank 1: {'norm': 'fp32'}. Pass the same patterns on every rank",
+    ),
+    "what one rank refuses": (
+        lambda: tried(net().half() if dist.get_rank() == 0 else net(), "bf16"),
+        "bf16 trains float32 parameters",
+    ),
+    "a pattern of nothing on all ranks": (
+        lambda: tried(net(), "bf16", precision={"*.nrom": "fp32"}),
+        "pattern '*.nrom', which no module's name matches on any rank",
+    ),
+    "output_dtype of every unit": (
+        lambda: tried(float32_outputs(plain()), "O2"),
+        "'hidden' to torch.float32 (output_dtype of its policy), and 'norm'",
+    ),
+    "output_dtype of every unit of HSDP": (
+        lambda: tried(float32_outputs(plain(), hsdp=True), "O2"),
+        "Pass output_dtype to the root alone: MixedPrecisionPolicy(param_dtype=torch.float16)",
     ),
     "a flat state of FSDP1": (
         lambda: initialize(model := flat(nn.Linear(4, 4)), sgd(model), "O0").flat_state_dict(),

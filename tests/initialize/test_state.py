@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from distamp import Precision, initialize
+from distamp import DistGradScaler, Precision, StepGuard, initialize
 from distamp.errors import SettingError, StageError
 from distamp.initialize import Amp
 from distamp.scaler import HysteresisSchedule
@@ -113,6 +113,29 @@ def test_another_version_and_a_copy_are_refused():
         amp.load_state_dict({**amp.state_dict(), "version": 99})
     with pytest.raises(StageError, match="copied"):
         copy.deepcopy(amp)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "bf16", "bf16-O2"])
+@pytest.mark.parametrize(
+    ("state", "given"),
+    [({"model": 2}, "the keys 'model'"), ({}, "no keys")],
+    ids=["model", "empty"],
+)
+def test_a_dict_that_is_no_state_is_refused_at_every_level(level, state, given):
+    with pytest.raises(SettingError, match=rf"a dict with {given}.*'loss_scalers'.*'scale'"):
+        made(level).load_state_dict(state)
+
+
+@pytest.mark.parametrize("level", ["O0", "bf16", "bf16-O2"])
+def test_states_of_a_guard_a_scaler_and_apex_load_without_a_loss_scale(level):
+    amp = made(level)
+    for state in (
+        StepGuard().state_dict(),
+        torch.amp.GradScaler("cpu").state_dict(),
+        {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}},
+    ):
+        amp.load_state_dict(state)
+    assert not isinstance(amp.scaler, DistGradScaler)
 
 
 # -- one flat dict of weights and optimizer state --------------------------------------------------
