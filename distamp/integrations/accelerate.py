@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import register
+from distamp.comm_hooks.torch_compat import awaits_first_reduction, not_compiled
 from distamp.errors import SettingError
 from distamp.guard import StepGuard
 from distamp.integrations.shared import (
@@ -56,6 +58,8 @@ def prepare(
       the device only when it is asked; schedules that Accelerate prepared follow it;
     - ``accelerator.clip_grad_norm_`` returns the norm of the whole model, and the step after it
       does not look at the gradients again;
+    - ``accelerator.accumulate`` and ``accelerator.no_sync`` do not pause the first backward pass of
+      DDP with ``static_graph=True``, in which torch records the graph;
     - ``save_state`` and ``load_state`` take its state along; Accelerate's own are read too.
 
     Args:
@@ -101,6 +105,7 @@ def prepare(
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
         _follow(accelerator, name, adopt)
     accelerator.clip_grad_norm_ = functools.partial(_clip, stepper)
+    accelerator.no_sync = functools.partial(_no_sync, accelerator.no_sync)
     if not scales(stepper):
         accelerator.load_state = functools.partial(_load, accelerator, accelerator.load_state)
     return stepper
@@ -112,6 +117,17 @@ def _clip(
     """In the place of ``Accelerator.clip_grad_norm_``."""
     trained = [each for each in parameters if each.requires_grad]
     return stepper.clip_grad_norm_(trained, max_norm, norm_type)
+
+
+def _no_sync(no_sync: Callable[[Any], AbstractContextManager[None]], model: Any) -> Any:
+    """In the place of ``Accelerator.no_sync``, which ``accumulate`` calls too.
+
+    torch records a static graph in the first backward pass, and fails if that is not reduced.
+    """
+    wrapper = not_compiled(model)
+    if isinstance(wrapper, DistributedDataParallel) and awaits_first_reduction(wrapper):
+        return nullcontext()
+    return no_sync(model)
 
 
 def _load(accelerator: Accelerator, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:

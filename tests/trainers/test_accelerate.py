@@ -8,6 +8,7 @@ from torch import nn
 
 import distamp
 from distamp import DistGradScaler
+from tests.comm_hooks.training import agreed
 from tests.on_ranks import on_ranks
 from tests.trainers.common import FAULT, STEPS, model, needs, train
 
@@ -35,6 +36,33 @@ def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, t
     ranks2.run(train, "accelerate", ours=first, save=path, **options)
     for run in ranks2.run(train, "accelerate", is_late=True, fault=None, load=path, **options):
         assert run.growth == (STEPS - FAULT - 1) + STEPS
+
+
+@on_ranks(2)
+def test_a_static_graph_accumulates_as_another_one_does():
+    """torch asserts inside where the first backward pass of a static graph is not reduced."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from distamp.integrations.accelerate import prepare
+    from tests.trainers.in_accelerate import accelerator_with
+
+    weights = []
+    for is_static in (True, False):
+        accelerator = accelerator_with(True, "fp32", parts=2)
+        accelerator.ddp_handler = DistributedDataParallelKwargs(static_graph=is_static)
+        prepare(accelerator)
+        net = model()
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        for _ in range(4):
+            with accelerator.accumulate(net):
+                inputs = torch.randn(2, next(net.parameters()).shape[1], generator=generator)
+                accelerator.backward(net(inputs).float().square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
+    torch.testing.assert_close(*weights)
+    assert agreed(weights[0])
 
 
 # -- what is kept, and refused ---------------------------------------------------------------------
