@@ -19,7 +19,7 @@ from distamp.guard import StepGuard
 from distamp.initialize.amp import Amp
 from distamp.initialize.casting import prepare
 from distamp.initialize.checks import check
-from distamp.initialize.kept import Pins, match_patterns, pin_all
+from distamp.initialize.kept import Pins, match_patterns, pin_all, return_model_dtype
 from distamp.initialize.rank_setup import (
     compare_setups,
     idle_optimizers,
@@ -196,6 +196,8 @@ def _change(
     for model, wrapping in zip(models, wrappings, strict=True):
         if wrapping.policies:
             pin_all(wrapping.inner, pins, precision.param)
+            if not precision.autocasts:
+                return_model_dtype(wrapping.inner, pins, precision.param)
         else:
             prepare(wrapping.inner, precision, pins)
         if precision.autocasts and type(model) is nn.DataParallel:

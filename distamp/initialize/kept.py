@@ -7,13 +7,16 @@ tables of rotary embeddings, which cast their result themselves.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from distamp.autocast import pin_of, pin_precision
 from distamp.errors import SettingError
@@ -27,6 +30,7 @@ __all__ = [
     "match_patterns",
     "own_tensors",
     "pin_all",
+    "return_model_dtype",
     "unmatched_everywhere",
 ]
 
@@ -90,6 +94,41 @@ def pin_all(model: nn.Module, pins: Pins, dtype: torch.dtype) -> None:
             pin_precision(module, pin + keep, model_dtype=around)
 
 
+def return_model_dtype(model: nn.Module, pins: Container[nn.Module], dtype: torch.dtype) -> None:
+    """Have what a user pinned to float32 return the dtype of a half precision model.
+
+    A pin by itself returns the half precision that came in, and the model may pass float32: T5
+    keeps its residual stream in it, and its norms return the dtype of their weight. What the
+    owner of a model declared is not changed, because the model is written for its float32.
+
+    Args:
+        model: The model.
+        pins: The modules that the user pinned.
+        dtype: Of the model.
+    """
+    for module in _outermost_fp32(model):
+        pin = pin_of(module)
+        if pin is not None and not pin.keep and module in pins:
+            module.register_forward_hook(functools.partial(_return_dtype, dtype))
+
+
+def _return_dtype(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+    return tree_map_only(Tensor, cast, output)
+
+
+def _outermost_fp32(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
+    """Yield the modules pinned to float32 that are in no other one."""
+    pin = pin_of(module)
+    fp32 = inside if pin is None else pin.dtype is torch.float32
+    if fp32 and not inside:
+        yield module
+    for child in module.children():
+        yield from _outermost_fp32(child, fp32)
+
+
 def kept_fp32(model: nn.Module, precision: Precision) -> set[int]:
     """Pin what else stays float32, and return the ids of all parameters and buffers that do.
 
@@ -105,6 +144,7 @@ def kept_fp32(model: nn.Module, precision: Precision) -> set[int]:
     before = {m: _NAMES[p.dtype] + ":keep" * p.keep for m in model.modules() if (p := pin_of(m))}
     owners = {each: "fp32" for each in theirs if isinstance(each, nn.Module)}
     pin_all(model, {**owners, **before}, precision.param)
+    return_model_dtype(model, before, precision.param)
     norms = _BatchNorm if precision.keep_batchnorm_fp32 else ()
     full = {m for m, fp32 in _with_pins(model) if fp32 or isinstance(m, norms)}
     kept = {id(each) for each in (*own_tensors(*full), *_tables(model), *theirs)}

@@ -2,16 +2,18 @@
 
 import copy
 import pickle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distamp import Precision, cast_model, initialize, pin_precision
 from tests.initialize.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
+from tests.ranks import mesh
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -170,12 +172,74 @@ def test_tables_of_rotary_embeddings_keep_their_angles(level):
     assert 4095 * rounded.abs().max() > 0.05, "a cast table would be far off"
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
-def test_what_a_model_of_transformers_declares_stays_fp32(level):
+def t5() -> Any:
+    """A T5 whose owner keeps ``wo``, and so the residual stream after it, in float32."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
-    config = transformers.T5Config(**sizes, num_heads=2, decoder_start_token_id=0)
-    model = cast_model(transformers.T5ForConditionalGeneration(config), level)
+    config = transformers.T5Config(**sizes, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0)
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("pattern", ["encoder.final_layer_norm", "*layer_norm"])
+@pytest.mark.parametrize("level", ["O2", "O3", "bf16-O2", "bf16-O3"])
+def test_a_pinned_norm_returns_the_models_dtype_from_a_float32_residual_stream(level, pattern):
+    ids = torch.arange(8)[None]
+    wanted = t5()(input_ids=ids, labels=ids).loss
+    model = t5()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"init_scale": 64.0} if level == "O2" else {}
+    amp = initialize(model, optimizer, level, precision={pattern: "fp32"}, **settings)
+    loss = amp.model(input_ids=ids, labels=ids).loss.float()
+    torch.testing.assert_close(loss, wanted, rtol=0.02, atol=0)
+    amp.backward(loss)
+    assert amp.step()
+
+
+class Conditioned(nn.Module):
+    """A model that embeds a timestep, which is float32, beside its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        angles = torch.linspace(0.0, 1.0, 4).expand(x.shape[0], 4)
+        return self.out(self.embed(angles))
+
+
+@pytest.mark.parametrize("pins", [{"embed": "fp32"}, {"embed*": "fp32"}])
+@pytest.mark.parametrize("level", ["O3", "bf16-O2"])
+def test_a_module_pinned_inside_of_another_leaves_float32_there(level, pins):
+    """One rounding at the end of the outer module, and none between those in it."""
+    torch.manual_seed(0)
+    model = cast_model(Conditioned(), level, precision=pins)
+    seen = {}
+    for name in ("embed.0", "embed", "out"):
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: seen.update({name: output.dtype})
+        )
+    model(torch.ones(2, 4))
+    half = Precision.of(level).param
+    assert seen == {"embed.0": torch.float32, "embed": half, "out": half}
+
+
+@on_ranks(2)
+def test_a_module_of_float32_inputs_returns_the_models_dtype_under_a_policy():
+    model = Conditioned()
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    fully_shard(model.embed, mesh=mesh((2,), ("shard",)))
+    fully_shard(model, mesh=mesh((2,), ("shard",)), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = initialize(model, optimizer, "bf16-O2", precision={"embed": "fp32"})
+    amp.backward(amp.model(torch.ones(2, 4)).float().square().mean())
+    assert amp.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+def test_what_a_model_of_transformers_declares_stays_fp32(level):
+    model = cast_model(t5(), level)
     ids = torch.arange(8)[None]
     assert {name.rsplit(".", 2)[1] for name in in_fp32(model)} == {"wo"}
     assert model(input_ids=ids, labels=ids).loss.isfinite()
