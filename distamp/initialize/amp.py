@@ -15,9 +15,11 @@ from distamp.clipping import Declared
 from distamp.comm_hooks import CommHookState
 from distamp.errors import SettingError, StageError
 from distamp.guard import GUARDS, StepGuard
+from distamp.initialize.casting import O2_OF
+from distamp.initialize.checks import check_trained
 from distamp.initialize.flat_state import FlatState
 from distamp.initialize.gradient_sync import GradientSync
-from distamp.initialize.wrappers import SHARDED_DDP, name_of
+from distamp.initialize.wrappers import SHARDED_DDP, name_of, recognise
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report import Breaches, Contract
@@ -104,6 +106,10 @@ class Amp:
         # the messages of those that train.
         self._stepped = optimizers or idle
         self._unmatched = unmatched
+        # A level that makes no masters, or leaves them to FSDP, refuses to train half precision.
+        self._refuses_half = not precision.casts_model or any(
+            recognise(model).policies for model in models
+        )
         self._sync = GradientSync(models)
         self._waiting = False
 
@@ -304,17 +310,22 @@ class Amp:
             sharded: As in `clip_grad_norm_`, of the norm.
 
         Raises:
+            StageError: The last backward pass ran under `no_sync`, on this rank or another.
+            SettingError: A parameter that trains since `initialize` has a dtype that the level
+                refuses, on this rank or another.
             StageError, GradientError, LockstepError, NonFiniteGradients: As `StepGuard.step`.
         """
         declared = self._declared(replicated, sharded)
+        how: dict[str, Any] = {
+            "max_norm": max_norm,
+            "skip_above": skip_above,
+            "together": together,
+        }
+        refused = self._refuse_step()
+        if refused is not None:
+            self.scaler.raise_on_all_ranks(refused, self._stepped, **how)
         try:
-            self.scaler.step_all(
-                self._stepped,
-                max_norm=max_norm,
-                skip_above=skip_above,
-                together=together,
-                **declared,
-            )
+            self.scaler.step_all(self._stepped, **how, **declared)
         except StageError as error:
             if "_scale is None" not in str(error):  # torch's words, which name no call of Amp
                 raise
@@ -329,6 +340,32 @@ class Amp:
         self._waiting = False
         given = found[: len(self.optimizers)]
         return StepResult(anyone == 0, tuple(flag == 0 for flag in given))
+
+    def _refuse_step(self) -> Exception | None:
+        """Return why this rank cannot step, which every rank raises; None if it can."""
+        if self._sync.left_unreduced:
+            return StageError(
+                "amp.step() was called after a backward pass under amp.no_sync(), so the gradients "
+                "of this step are not reduced between the ranks: the replicas of DDP would "
+                "diverge, and shards would not be stepped. Run the last backward pass before "
+                "amp.step() outside of amp.no_sync()."
+            )
+        if self._trains_half():
+            try:
+                for model in self.models:
+                    check_trained(model, recognise(model), self.precision)
+            except SettingError as error:
+                return error
+        return None
+
+    def _trains_half(self) -> bool:
+        """Return whether an optimizer steps half precision where the level may refuse that."""
+        return self._refuses_half and any(
+            param.requires_grad and param.dtype in O2_OF
+            for optimizer in self.optimizers
+            if masters_of(optimizer) is None
+            for param in parameters_of(optimizer)
+        )
 
     def _declared(self, replicated: Declared | None, sharded: Declared | None) -> dict[str, Any]:
         """Return how gradients are cut: as declared, or as `initialize` knows it."""

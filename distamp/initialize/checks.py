@@ -29,7 +29,7 @@ from distamp.optimizers import parameters_of
 from distamp.precision import Precision
 from distamp.report.following import module_names
 
-__all__ = ["check"]
+__all__ = ["check", "check_trained"]
 
 # What FSDP calls its own mixed precision.
 _SETTINGS = {
@@ -87,39 +87,47 @@ def _check_ops(precision: Precision, ops: OpLists | None) -> None:
 def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision, pins: Pins) -> None:
     check_frozen(model, precision)
     cast = cast_as(wrapping.inner)
-    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
-    half = [each for each in trained if each[1] in O2_OF]
     if wrapping.policies:
-        _check_policies(model, wrapping, precision, half)
+        check_trained(model, wrapping, precision)
+        _check_policies(model, wrapping, precision)
     if cast is not None or (precision.changes_model and not wrapping.policies):
         _check_cast(wrapping, precision)
-    if half and not precision.casts_model:
-        name, dtype = half[0]
-        raise SettingError(
-            f"{precision.level} trains float32 parameters and the model has some in {dtype}, first "
-            f"{name}; leave out model.half(), or make those float32 by .float() of their module "
-            f"(peft's modules_to_save), or take {O2_OF[dtype]}, whose model is cast; what stays "
-            "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
-        )
+    check_trained(model, wrapping, precision)
     _check_pins(model, wrapping, pins)
     if wrapping.name == FSDP2:
         _check_units(model)
 
 
-def _check_policies(
-    model: nn.Module,
-    wrapping: Wrapping,
-    precision: Precision,
-    half: Sequence[tuple[str, torch.dtype]],
-) -> None:
-    """Refuse FSDP's mixed precision where it is not what the level does."""
-    name, level = wrapping.name, precision.level
-    if half:
+def check_trained(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+    """Refuse trained parameters in half precision, unless the level casts them itself.
+
+    Raises:
+        SettingError: The model has such parameters.
+    """
+    if precision.casts_model and not wrapping.policies:
+        return
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    half = [(name, dtype) for name, dtype in trained if dtype in O2_OF]
+    if not half:
+        return
+    name, dtype = half[0]
+    if wrapping.policies:
         raise SettingError(
-            f"{name} casts float32 parameters by its own mixed precision, and the model has some "
-            f"in {half[0][1]}, first {half[0][0]}, so nothing would be stepped in float32; leave "
+            f"{wrapping.name} casts float32 parameters by its own mixed precision, and the model "
+            f"has some in {dtype}, first {name}, so nothing would be stepped in float32; leave "
             "out model.half() or cast_model()"
         )
+    raise SettingError(
+        f"{precision.level} trains float32 parameters and the model has some in {dtype}, first "
+        f"{name}; leave out model.half(), or make those float32 by .float() of their module "
+        f"(peft's modules_to_save), or take {O2_OF[dtype]}, whose model is cast; what stays "
+        "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
+    )
+
+
+def _check_policies(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+    """Refuse FSDP's mixed precision where it is not what the level does."""
+    name, level = wrapping.name, precision.level
     if precision.autocasts and wrapping.policies == {(precision.compute, precision.reduce)}:
         return  # gathered in the dtype that the region would cast it to
     dtypes = {dtype for dtype, _ in wrapping.policies}
