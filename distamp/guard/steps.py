@@ -452,6 +452,9 @@ class Steps(Joins):
                 total = own.ranks.agree_on_norm(
                     group, call, total, by.late_limit, asks, absences, problem
                 )
+                if not own.ranks.clips_agree:
+                    # Ranks that differ raise before one of them gathers, alone, what follows.
+                    own.ranks.settle()
                 # One sum does not show that replicas differ.
                 is_right = problem is None
                 if not own.ranks.clips_agree and self._see_replicas(

@@ -103,7 +103,7 @@ def compare(seed: int) -> None:
     rank, rng = dist.get_rank(), random.Random(seed)
     torch.manual_seed(seed)
     sharded, dtype = rng.random() < 0.5, rng.choice([*NEAR])
-    kinds = rng.choices(KINDS, k=rng.choice([1, 2, 3, 9]))  # a message of a device has 7 flags
+    kinds = rng.choices(KINDS, k=rng.choice([1, 2, 3, 9]))
     shapes = [[rng.randint(1, 5) for _ in range(rng.randint(1, 3))] for _ in kinds]
     mine = [
         [nn.Parameter(torch.randn(size, dtype=dtype).to(here())) for size in sizes]

@@ -116,6 +116,7 @@ RUNS += [
         ("guard", "CALLS=3 DIFFERS", "DIGEST_WITHOUT_LIMIT", "verdict"),
         ("guard", "CALLS=4 DIFFERS", "DIGEST_WITHOUT_STEPS", _TAKEN),
         ("guard", "CALLS=3 DEVICE ERROR", "NO_NAN_WHERE_RANKS_DIFFER", "parted"),
+        ("guard", "CALLS=3 DEVICE DIFFERS", "REPLICAS_ARE_SEEN_BEFORE_THE_REPLY", STUCK),
         ("guard", "CALLS=5 GROUPS", "CLIPS_AGREE_KEPT_IN_A_NEW_GROUP", "different"),
         ("guard", "CALLS=3 GROWS", "WHO_ASKS_COMPARES_ALONE", "different"),
         ("guard", "CALLS=4 DEVICE GROWS", "WHO_ASKS_COMPARES_ALONE", "different"),

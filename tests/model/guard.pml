@@ -18,19 +18,16 @@
  *   -DFAULT_...             a planted fault; each breaks an assertion, or makes ranks wait for ever
  */
 
-/* What ends at the group's timeout: a message meets one of another length, since one rank gives a
-   norm and another does not; or a collective that is not ours. */
-#define IS_OF_FLAGS(i) (at[i] == ALL_REDUCE)
-#define IS_OF_NORM(i) (at[i] == ALL_REDUCE_NORM)
+/* What ends at the group's timeout: a message of ours that met a collective which is not ours. All
+   messages have one length, so a message by a norm meets a message without one. */
 #define IS_IN_TORCH(i) (at[i] == NEW_GROUP)
 #define COMPARES(i) (at[i] == COMPARE)
-#define LENGTHS_DIFFER ((ANY(IS_OF_FLAGS)) && (ANY(IS_OF_NORM)))
-#define OVERDUE (LENGTHS_DIFFER || ((ANY(IS_IN_TORCH)) && !(ANY(COMPARES))))
+#define OVERDUE ((ANY(IS_IN_TORCH)) && !(ANY(COMPARES)))
 #include "ranks.pml"
 
 /* Calls, each with the optimizers it is about: 1 the plain one, 2 the fused one, 3 both. */
 mtype = { UNSCALE_, STEP, STEP_BY_NORM, UPDATE, PROCESS_GROUP };
-mtype = { ALL_REDUCE, ALL_REDUCE_NORM, COMPARE, GATHER, SEE_REPLICAS, NEW_GROUP };
+mtype = { ALL_REDUCE, COMPARE, GATHER, SEE_REPLICAS, NEW_GROUP };
 /* What becomes of a step. */
 #define TAKEN 1
 #define SKIPPED 2
@@ -95,7 +92,7 @@ bit different;
 /* The last to arrive does what the collective does. */
 inline arrived(collective) {
     if
-    :: collective == ALL_REDUCE || collective == ALL_REDUCE_NORM ->
+    :: collective == ALL_REDUCE ->
         any_error = ANY(HAS_ERROR);
         all_alike = ALL(IS_ALIKE);
         any_asks = ANY(HAS_MORE);
@@ -181,7 +178,7 @@ inline settle() {
 }
 
 /* Send what this rank found. On a device the host goes on: what differs is NaN, or sets all flags. */
-inline exchange(collective, name) {
+inline exchange(name) {
     closing = about;
     settle();
     d_step {
@@ -199,7 +196,7 @@ inline exchange(collective, name) {
 #ifdef FAULT_SKIPS_COUNT_BY_THEIR_OWN
     mine = words[me];
 #endif
-    reach(collective);
+    reach(ALL_REDUCE);
     if
     :: !ON_HOST && own[me].scales ->
         d_step {
@@ -234,7 +231,7 @@ inline hold(o, flag) {
 
 /* All ranks agree on the flags. */
 inline agree() {
-    exchange(ALL_REDUCE, 0);
+    exchange(0);
     d_step {
         noted = (any_error || !all_alike -> 3 : counts);
         if :: about & 1 -> hold(0, noted & 1) :: else fi;
@@ -249,7 +246,7 @@ inline agree() {
 
 /* All ranks agree on a norm over all that the call is about: skip it, or step it. */
 inline agree_on_norm() {
-    exchange(ALL_REDUCE_NORM, 1);
+    exchange(1);
     d_step {
 #ifdef FAULT_OWN_NORM
         norm = mine;
@@ -269,6 +266,9 @@ inline agree_on_norm() {
     };
     if
     :: !own[me].clips_agree ->
+#ifndef FAULT_REPLICAS_ARE_SEEN_BEFORE_THE_REPLY
+        settle();
+#endif
         reach(SEE_REPLICAS);
         own[me].clips_agree = (norm != 2)
     :: else
@@ -293,6 +293,14 @@ inline agree_on_norm() {
         /* One norm over both: none is stepped beside one that is skipped. */
         assert(about != 3 || own[me].found_inf[0] == own[me].found_inf[1])
     }
+}
+
+/* A call that stages refuse: its error travels with the message that the others wait for. On a device
+   this rank raises it at once, and the others at their next call. */
+inline refuse(name) {
+    d_step { about = 0; words[me] = 0; error[me] = 1 };
+    exchange(name);
+    goto alone
 }
 
 /* -- StepGuard --------------------------------------------------------------------------------- */
@@ -475,8 +483,7 @@ next:
     if
     :: call == UNSCALE_ ->
         if
-        :: (about & 1) && !IS(0, READY) -> goto alone
-        :: (about & 2) && !IS(1, READY) -> goto alone
+        :: ((about & 1) && !IS(0, READY)) || ((about & 2) && !IS(1, READY)) -> refuse(0)
         :: else
         fi;
         set_stage(about, UNSCALED);
@@ -486,8 +493,7 @@ next:
     :: call == STEP ->
         left = about;
         if
-        :: (about & 1) && IS(0, STEPPED) -> goto alone
-        :: (about & 2) && IS(1, STEPPED) -> goto alone
+        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) -> refuse(0)
         :: else
         fi;
         if :: !IS(0, READY) -> about = about & 2 :: else fi;
@@ -501,8 +507,7 @@ next:
 
     :: call == STEP_BY_NORM ->
         if
-        :: (about & 1) && IS(0, STEPPED) -> goto alone
-        :: (about & 2) && IS(1, STEPPED) -> goto alone
+        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) -> refuse(1)
         :: else
         fi;
         before = (((about & 1) && IS(0, UNSCALED) && own[me].found_inf[0]) ||

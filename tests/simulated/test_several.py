@@ -104,6 +104,28 @@ def test_a_fused_step_out_of_lockstep_or_in_error_is_taken_by_nobody(by, what):
 
 
 @on_devices(2)
+@pytest.mark.parametrize("norm", [{}, {"max_norm": 100.0}])
+def test_more_optimizers_than_a_message_has_words_for(norm):
+    """Of 30 optimizers one overflows, and one has no gradient on any rank."""
+    weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(30)]
+    optimizers = [torch.optim.SGD([weight], lr=0.25, fused=True) for weight in weights]
+    guard = StepGuard()
+    for number in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        weights[28].grad = None
+        if number and dist.get_rank():
+            weights[29].grad = torch.full_like(weights[29], INF)
+        guard.step_all(optimizers, **norm)
+        guard.update()
+    counts = [guard.step_counts(optimizer) for optimizer in optimizers]
+    assert {each.taken for each in counts[:28]} == {1 if norm else 2}
+    assert (counts[28].taken, counts[28].skipped) == (0, 0)
+    assert (counts[29].taken, counts[29].skipped) == (1, 1)
+    assert not guard.stepped(optimizers[28])
+
+
+@on_devices(2)
 def test_a_disabled_scalers_clips_keep_no_copies():
     weight = torch.ones(1, device="sim", requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
