@@ -560,6 +560,8 @@ class Steps(Joins):
     ) -> Any:
         """Step the optimizer if no rank found inf or NaN, else skip on every rank.
 
+        Collective: every rank of `process_group` must call this.
+
         Like ``torch.amp.GradScaler.step``; sends the message if ``unscale_`` has not.
 
         Args:
@@ -642,6 +644,8 @@ class Steps(Joins):
         sharded: clipping.Declared | None = None,
     ) -> list[Any]:
         """Step several optimizers with one message for all of them.
+
+        Collective: every rank of `process_group` must call this.
 
         Each optimizer is stepped or skipped by its own gradients; with a norm, which is one over
         all of them, all step or none.
@@ -1063,6 +1067,8 @@ class Steps(Joins):
         sharded: clipping.Declared | None = None,
     ) -> Tensor:
         """Clip gradients by the norm of the whole model, which may be sharded over the ranks.
+
+        Collective: every rank of `process_group` must call this.
 
         Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, under DDP, FSDP, tensor and
         pipeline parallel and their mixtures. Scaled gradients are unscaled first. If the norm is
