@@ -133,9 +133,11 @@ class FlatState:
     def set(self, state: Mapping[str, Any]) -> None:
         """Load a result of `get` or `get_empty`; see `Amp.load_flat_state_dict`."""
         self._name_tensors()
+        stepped_weights = list(self._stepped_weights())
+        state = {**state, **_make_missing_records(state, stepped_weights)}
         loaded = []
         without_state = []
-        for weight in self._stepped_weights():
+        for weight in stepped_weights:
             if _has_states(state, weight):
                 loaded.append(weight)
             else:
@@ -149,7 +151,7 @@ class FlatState:
                 stack.enter_context(masters.materialized())
             for name in known:  # a no-op where the state still is what get() returned
                 tensors[name].copy_(state[name])
-            for weight in self._stepped_weights():
+            for weight in stepped_weights:
                 if weight.name in known and weight.tensor is not tensors[weight.name]:
                     weight.tensor.copy_(state[weight.name])
             for weight in loaded:
@@ -340,6 +342,31 @@ def _state_device(weight: _SteppedWeight, key: str) -> torch.device:
     if key != "step" or weight.group.get("fused") or weight.group.get("capturable"):
         return weight.tensor.device
     return torch.device("cpu")
+
+
+def _make_missing_records(
+    state: Mapping[str, Any], weights: Sequence[_SteppedWeight]
+) -> dict[str, Any]:
+    """Return records of weights from a checkpoint that was written before there were records.
+
+    Such a checkpoint has the states of an optimizer and no settings of its groups. A weight without
+    a state in it was never stepped if another weight of the optimizer has one. States are taken if
+    they replace all that the optimizer has of the weight.
+    """
+    keys: dict[str, list[str]] = {}
+    for name in state:
+        record_name, _, key = name.rpartition(".")
+        keys.setdefault(record_name, []).append(key)
+    without_record = [weight for weight in weights if weight.record_name not in state]
+    with_states = {id(weight.optimizer) for weight in without_record if weight.record_name in keys}
+    records: dict[str, Any] = {}
+    for weight in without_record:
+        saved_keys = keys.get(weight.record_name, [])
+        is_complete = set(weight.state).issubset(saved_keys)
+        if is_complete and id(weight.optimizer) in with_states:
+            settings: tuple[tuple[str, Any], ...] = ()
+            records[weight.record_name] = tuple((key, None) for key in saved_keys), settings
+    return records
 
 
 def _has_states(state: Mapping[str, Any], weight: _SteppedWeight) -> bool:

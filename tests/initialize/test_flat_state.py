@@ -249,6 +249,80 @@ def test_a_sparse_adam_resumes(tmp_path):
     assert_equal(contents(resumed), contents(amp))
 
 
+# -- checkpoints without records -------------------------------------------------------------------
+
+
+def save_without_records(amp: Amp, path: Path) -> None:
+    """Save weights and states, as distamp did before each weight had a record."""
+    state = amp.flat_state_dict()
+    weights = [name for name in state if name.startswith("model.")]
+    for name in weights:
+        state.pop(name.replace("model.", "optimizer.", 1), None)
+    dcp.save(state | {"amp": amp.scaler.state_dict()}, checkpoint_id=path)
+
+
+def check_resume_without_records(amp: Amp, resumed: Amp, path: Path) -> None:
+    train(amp, 0, 3)
+    save_without_records(amp, path)
+    load(resumed, path)
+    train(amp, 3, 6)
+    train(resumed, 3, 6)
+    # The states of a weight may come in another order, which its record and ``kinds`` show.
+    found, expected = (
+        {k: v for k, v in contents(each).items() if isinstance(v, Tensor)}
+        for each in (resumed, amp)
+    )
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *[("AdamW", "O0"), ("AdamW", "bf16-O2"), ("AdamW", "bf16-O3"), ("fused AdamW", "O2")],
+        *[("SGD with momentum", "O1"), ("Adafactor", "O0"), ("NAdam", "bf16-O2")],
+    ],
+)
+def test_a_checkpoint_without_records_resumes_with_its_states(tmp_path, name, level, caplog):
+    """No state of a frozen weight is missed."""
+    amp, resumed = (make(OPTIMIZERS[name], level, seed) for seed in (0, 1))
+    for each in (amp, resumed):
+        each.model.norm.bias.requires_grad_(False)
+    check_resume_without_records(amp, resumed, tmp_path)
+    assert "optimizer state" not in caplog.text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["FSDP2", "TP"])
+def test_ranks_resume_from_a_checkpoint_without_records(tmp_path, layout):
+    amp, resumed = (make(torchs("AdamW"), "bf16-O2", seed, layout) for seed in (0, 1))
+    check_resume_without_records(amp, resumed, tmp_path)
+
+
+def test_settings_stay_where_a_checkpoint_without_records_has_none(tmp_path):
+    amp, resumed = (make(torchs("AdamW", lr=lr), "O0") for lr in (0.5, 0.25))
+    train(amp, 0, 1)
+    save_without_records(amp, tmp_path)
+    load(resumed, tmp_path)
+    assert resumed.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("saved_by", ["SGD with momentum", "SGD"])
+def test_states_that_a_checkpoint_without_records_lacks_stay_with_a_warning(
+    tmp_path, saved_by, caplog
+):
+    """Of an optimizer that took a step, and whose states the checkpoint does not replace."""
+    amp, stepped = make(OPTIMIZERS[saved_by], "O0"), make(torchs("AdamW"), "O0")
+    train(amp, 0, 1)
+    train(stepped, 0, 1)
+    save_without_records(amp, tmp_path)
+    before = {name: full(value) for name, value in stepped.flat_state_dict().items()}
+    load(stepped, tmp_path)
+    assert "no optimizer state of 6 weights, first model.hidden.weight" in caplog.text
+    after = {name: full(value) for name, value in stepped.flat_state_dict().items()}
+    states = [name for name in before if name.startswith("optimizer.")]
+    assert_equal({name: after[name] for name in states}, {name: before[name] for name in states})
+
+
 # -- settings of groups ----------------------------------------------------------------------------
 
 
