@@ -162,12 +162,12 @@ class _Counted(NamedTuple):
 
 
 class Ranks:
-    """The ranks that a scaler agrees with, and how far they have come together.
+    """The ranks that a guard or scaler agrees with, and how far they have come together.
 
     Args:
         given: As given by the user; resolved anew at each message, so that a group that was
             destroyed and made again is picked up.
-        lost: Why there is no group, where the scaler was pickled with one.
+        lost: Why there is no group, where the guard or scaler was pickled with one.
     """
 
     def __init__(self, given: GroupLike, lost: str | None = None) -> None:
@@ -206,8 +206,9 @@ class Ranks:
     def __reduce__(self) -> Any:
         # A group cannot be pickled; the default one is found again.
         lost = (
-            "this scaler was pickled with a process group, which cannot be pickled; assign "
-            "scaler.process_group (None is the default group) before you use the scaler"
+            "The process group of this guard or scaler was left out of a pickle, because torch "
+            "cannot pickle one. Set guard.process_group or scaler.process_group to a group (None "
+            "is the default group)"
         )
         return Ranks, (None, None if self.given is None else lost)
 
@@ -739,7 +740,8 @@ def _raise_if_diverged(by_rank: Sequence[tuple[int, dict[str, Any]]]) -> None:
         "the replicas have diverged: after the ranks had agreed to step, the step raised on\n"
         + "\n".join(lines)
         + "\nOther ranks completed this step, so weights and optimizer state differ between ranks "
-        "now. Load a checkpoint of model, optimizer and scaler on every rank, or start again."
+        "now. Load a checkpoint on every rank, of the model, the optimizer and any scaler, or "
+        "start again."
     )
 
 
@@ -754,8 +756,8 @@ def _raise_if_differing(group: Group, alike: Sequence[dict[str, Any]]) -> None:
         for rank, each in zip(group.global_ranks, alike, strict=True)
     ]
     fix = (
-        "Every rank must make the same scaler calls, with the same optimizers in the same order "
-        "and the same settings."
+        "Every rank must make the same calls, with the same optimizers in the same order and the "
+        "same settings."
     )
     if "iteration" in keys:
         fix += (

@@ -1,6 +1,7 @@
 """What a user of a guard or scaler reads: its repr, and messages about calls that it refuses."""
 
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import StageError
+from distamp.errors import LockstepError, StageError
 from distamp.groups import Group, reach
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, sgd
@@ -103,6 +104,29 @@ def test_lost_peers_are_told_of_guards_and_scalers_alike():
         reach(group, fail)
     assert "pass it as process_group=. (Connection closed by peer)" in str(raised.value)
     assert "DistGradScaler" not in str(raised.value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
+def test_a_group_lost_in_a_pickle_is_named_of_guards_and_scalers_alike(make):
+    pickled = pickle.dumps(make(process_group=dist.new_group([0, 1])))
+    (parameter, optimizer), made = sgd(), pickle.loads(pickled)
+    backward(made, parameter, 1.0)
+    with pytest.raises(StageError, match="this guard or scaler was left out of a pickle") as raised:
+        made.step(optimizer)
+    assert "Set guard.process_group or scaler.process_group" in str(raised.value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
+def test_ranks_that_diverged_read_of_their_calls_and_of_no_scaler(make):
+    (parameter, optimizer), made = sgd(), make()
+    backward(made, parameter, 1.0)
+    with pytest.raises(
+        LockstepError, match="must make the same calls, with the same optimi"
+    ) as raised:
+        made.step(optimizer, max_norm=1.0 + dist.get_rank())
+    assert "scaler calls" not in str(raised.value)
 
 
 @pytest.mark.parametrize("method", [StepGuard.step, StepGuard.unscale_])
