@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -12,15 +12,12 @@ from typing import Any, Literal, Self
 import torch
 
 from distamp.errors import SettingError
+from distamp.module_names import module_names
 
 __all__ = ["LEVELS", "Precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Of DDP, torch.compile, FSDP1 and checkpoint wrappers, in names.
-_WRAPPERS = re.compile(
-    r"^module(\.|$)|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)"
-)
 _PINS = ("fp32", "fp16", "bf16", "fp32:keep", "fp16:keep", "bf16:keep")
 
 
@@ -195,10 +192,11 @@ class Precision:
         either = tuple(dict.fromkeys(("fp32", compute)))
         # torchao sends the scales of rows in float64.
         sent = (*either, "fp64") if self.float8 == "rowwise" else either
+        # Names become shell patterns, and "*" matches the model itself.
         modules = {
-            _WRAPPERS.sub("", name).rstrip(".") or "*": each
-            for m in models
-            for name, each in m.named_modules()
+            glob.escape(name) or "*": module
+            for model in models
+            for module, name in module_names(model).items()
         }
         norms = [name for name, each in modules.items() if "BatchNorm" in type(each).__name__]
         kept = norms if self.casts_model and self.keep_batchnorm_fp32 else []

@@ -25,9 +25,9 @@ from distamp.initialize.wrappers import (
     units_of,
 )
 from distamp.masters import masters_of, refuse_held, refuse_share
+from distamp.module_names import module_names
 from distamp.optimizers import parameters_of
 from distamp.precision import Precision
-from distamp.report.following import module_names
 
 __all__ = ["check", "check_trained"]
 

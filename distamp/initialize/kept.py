@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from distamp.autocast import pin_of, pin_precision
 from distamp.errors import SettingError
+from distamp.module_names import module_names
 from distamp.precision import Precision
-from distamp.report.following import module_names
 
 __all__ = [
     "Pins",

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from distamp.autocast.op_names import schema_of
 from distamp.errors import DistampError
+from distamp.module_names import module_names
 from distamp.report.rows import OUTSIDE
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "held_by",
     "inside_compiled_ones",
     "local_of",
-    "module_names",
     "raised_on_every_rank",
     "storage_of",
     "tensors_in",
@@ -45,8 +45,6 @@ __all__ = [
 
 _any_autocast = torch._C._is_any_autocast_enabled
 _in_backward = torch._C._current_graph_task_id
-# Components of names that wrappers add: FSDP1 and fairscale, torch.compile, checkpoint wrappers.
-_WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module")
 _NODE_KEY = "distamp.owner"
 # Python calls that ask for a dtype by name.
 _CONVERSIONS = frozenset(
@@ -423,21 +421,6 @@ def inside_compiled_ones(model: nn.Module) -> set[nn.Module]:
             # Its own hooks run outside of what is compiled.
             inside.update({*module.modules()} - {module})
     return inside
-
-
-def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Every module of the model once, with the name it has without wrappers around it."""
-    names: dict[nn.Module, str] = {}
-    known = dict(model.named_modules())
-    for name, module in known.items():
-        head, _, leaf = name.rpartition(".")
-        parent = known[head]
-        above = names.get(parent, "")
-        # DataParallel and its like add nothing of their own.
-        alone = list(parent.children()) == [module] and not [*parent.parameters(recurse=False)]
-        wrapped = leaf in _WRAPPERS or (leaf == "module" and alone)
-        names[module] = above if wrapped or not name else f"{above}.{leaf}".lstrip(".")
-    return names
 
 
 def every_rank(own: Any) -> list[Any]:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.module_names import module_names
 from distamp.report.following import (
     every_rank,
     held_by,
     inside_compiled_ones,
     local_of,
-    module_names,
     raised_on_every_rank,
     tensors_in,
 )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distamp.report.following import local_of, module_names
+from distamp.module_names import module_names
+from distamp.report.following import local_of
 
 __all__ = ["lost_updates"]
 

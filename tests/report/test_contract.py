@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.swa_utils import AveragedModel
 
 import distamp
 from distamp import Breaches, Contract, SettingError
@@ -94,6 +96,64 @@ def test_pins_by_the_caller_and_the_models_owner_are_part_of_a_levels_contract(l
     found = amp.check(step)
     assert not found, str(found)
     assert {"fp32"} < {*found.seen["compute"]}, "beside the level's own"
+
+
+class Backbone(nn.Module):
+    """A model whose submodules have the attribute names that wrappers use too."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = nn.ModuleDict({"module": nn.BatchNorm1d(8), "a[0]": nn.Linear(8, 8)})
+        self.add_module(attribute, inner)
+        self.head = nn.Linear(8, 2)
+        self.attribute = attribute
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = getattr(self, self.attribute)
+        return self.head(inner["module"](inner["a[0]"](x)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("attribute", ["module", "encoder"])
+@pytest.mark.parametrize("layout", ["plain", "DDP", "DDP of a checkpoint", "FSDP2"])
+def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribute):
+    """Batch norms of O2 stay float32, and their names become patterns of the contract."""
+    model: Any = distamp.cast_model(Backbone(attribute), "O2", precision={"head": "fp32"})
+    if layout == "FSDP2":
+        for unit in (model.head, getattr(model, attribute)["module"], model):
+            fully_shard(unit)
+    elif layout != "plain":
+        model = checkpoint_wrapper(model) if "checkpoint" in layout else model
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = distamp.initialize(model, optimizer, "O2", precision={"head": "fp32"}, init_scale=2.0)
+
+    def step() -> None:
+        amp.backward(amp.model(torch.ones(4, 8)).float().mean())
+        amp.step()
+
+    names = {*Contract.of(amp.precision, model).modules}
+    assert names == {f"{attribute}.module", "head"}
+    found = amp.check(step)
+    assert found.seen["parameters"] == {"fp32": 4, "fp16": 2}
+    assert not [each for each in found if each.key == "parameters"], str(found)
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, checkpoint_wrapper, nn.DataParallel, AveragedModel]
+)
+def test_the_names_of_a_levels_contract_are_without_those_of_wrappers(wrap):
+    model = wrap(distamp.cast_model(Backbone("module"), "O2"))
+    assert {*Contract.of("O2", model).modules} == {"module.module"}
+
+
+def test_a_module_name_with_brackets_is_no_shell_pattern():
+    model = nn.ModuleDict({"a[0]": nn.Linear(2, 2), "a0": nn.Linear(2, 2)})
+    distamp.pin_precision(model["a[0]"], "fp32")
+    contract = Contract.of("bf16", model)
+    assert contract.declared("compute", "a[0]") == ("fp32",)
+    assert contract.declared("compute", "a0") == ("bf16",)
 
 
 class NormByHand(Calls):
