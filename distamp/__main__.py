@@ -91,30 +91,60 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if found.problems else 0
 
 
-def _made(name: str, *arguments: str) -> dict[str, Any]:
-    """Call the factory of that name; what it returns by the names of what it may return."""
+def _call_factory(
+    name: str, arguments: Sequence[str], required: int, keywords: Sequence[str]
+) -> dict[str, Any]:
+    """Return a factory's result as keyword arguments.
+
+    Args:
+        name: The factory, as ``"package.module:name"``.
+        arguments: What its result consists of, in the order of a tuple.
+        required: How many of these may not be left out.
+        keywords: What a dict may have besides.
+
+    Raises:
+        ValueError: The factory raised, or its result lacks something or has too much.
+        TypeError: Its result is neither a tuple, a list nor a dict.
+    """
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(f"the factory is named package.module:name, got {name!r}")
     sys.path.insert(0, os.getcwd())  # as for `python -m`
     factory = getattr(importlib.import_module(module), attribute)
     try:
-        made = factory()
+        result = factory()
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, Mapping | tuple | list):
-        raise TypeError(
-            f"{name} returned a {type(made).__name__}, not ({', '.join(arguments)}), of which the "
-            "last may be left out, or a dict of these"
+    expected = (
+        f"({', '.join(arguments)}), of which the last may be left out, or a dict of these by name"
+    )
+    if isinstance(result, Mapping):
+        values = dict(result)
+    elif isinstance(result, tuple | list):
+        if len(result) > len(arguments):
+            raise ValueError(f"{name} returned {len(result)} values, not {expected}")
+        values = dict(zip(arguments, result, strict=False))
+    else:
+        raise TypeError(f"{name} returned a {type(result).__name__}, not {expected}")
+    missing = [key for key in arguments[:required] if values.get(key) is None]
+    if missing:
+        raise ValueError(f"{name} returned no {' and no '.join(missing)}. It returns {expected}")
+    unknown = [str(key) for key in values if key not in (*arguments, *keywords)]
+    if unknown:
+        raise ValueError(
+            f"{name} returned a dict with {', '.join(unknown)}, which this command does not take. "
+            f"It takes {', '.join((*arguments, *keywords))}"
         )
-    return dict(made if isinstance(made, Mapping) else zip(arguments, made, strict=False))
+    return values
 
 
 def _preflight(options: argparse.Namespace) -> int:
     with torch.device("cpu" if options.allocate else "meta"):
-        made = _made(options.factory, "model", "example_inputs", "loss_fn")
-    given = {"device_type": options.device_type, "dtype": getattr(torch, options.dtype)}
-    result = preflight(**given | made)
+        values = _call_factory(
+            options.factory, ("model", "example_inputs", "loss_fn"), 2, ("device_type", "dtype")
+        )
+    defaults = {"device_type": options.device_type, "dtype": getattr(torch, options.dtype)}
+    result = preflight(**defaults | values)
     print(result)
     if options.json is not None:
         result.to_json(options.json)
@@ -122,11 +152,20 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    made = _made(options.factory, "step", "model", "optimizer")
-    model = made["model"]
+    values = _call_factory(
+        options.factory, ("step", "model", "optimizer"), 2, ("hooks", "contract")
+    )
+    model = values["model"]
     models = (model,) if isinstance(model, torch.nn.Module) else model
-    contract = made.pop("contract", None) or Contract.of(options.level, *models)
-    result = contract.check(**made)
+    if not isinstance(models, tuple | list) or not all(
+        isinstance(each, torch.nn.Module) for each in models
+    ):
+        raise TypeError(
+            f"{options.factory} returned a {type(model).__name__} as the model, which is a "
+            "torch.nn.Module or several in a tuple"
+        )
+    contract = values.pop("contract", None) or Contract.of(options.level, *models)
+    result = contract.check(**values)
     if os.environ.get("RANK", "0") == "0":
         print(result)
         if options.json is not None:

@@ -159,6 +159,35 @@ def raises():
 not_callable = 3
 
 
+def only_a_step():
+    return (print,)
+
+
+def nothing():
+    return {}
+
+
+def no_model():
+    return {"step": print, "optimizer": None}
+
+
+def a_list_of_names():
+    return print, ["a", "b"]
+
+
+def too_many():
+    return print, nn.Linear(2, 2), None, "more"
+
+
+def another_word():
+    return {
+        "step": print,
+        "model": nn.Linear(2, 2),
+        "example_inputs": torch.ones(1, 2),
+        "optimiser": None,
+    }
+
+
 def test_check_says_whether_a_step_keeps_its_contract(capsys, tmp_path):
     path = tmp_path / "contract.json"
     assert main(["check", "tests.test_doctor:trains", "--json", str(path)]) == 0
@@ -210,6 +239,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, factory, message):
     assert err.startswith("distamp: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize("command", ["check", "preflight"])
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("only_a_step", "returned no "),
+        ("nothing", "returned no "),
+        ("no_model", "returned no model"),
+        ("a_list_of_names", ""),
+        ("too_many", "returned 4 values"),
+        ("another_word", "optimiser, which this command does not take"),
+    ],
+)
+def test_a_factory_that_gives_too_little_or_too_much_ends_in_a_sentence(
+    capsys, command, factory, message
+):
+    assert main([command, f"tests.test_doctor:{factory}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("distamp: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,14 @@ __all__ = [
     "Frame",
     "Kernel",
     "Owner",
+    "elements_of",
     "every_rank",
     "group_of",
     "held_by",
     "inside_compiled_ones",
     "local_of",
     "raised_on_every_rank",
+    "shape_of",
     "storage_of",
     "tensors_in",
 ]
@@ -57,6 +59,7 @@ _WRITES = frozenset(
     ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_")
     + ("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 )
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _GETTERS = frozenset({"__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"})
 
 
@@ -393,11 +396,34 @@ def storage_of(tensor: Tensor) -> object:
     """What tells storages apart, also after they are freed; of a subclass, that of its data."""
     while hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    if tensor.is_sparse:
-        tensor = torch.ops.aten._values(tensor)
+    tensor = elements_of(tensor)
     if tensor.layout is not torch.strided:
         return object()  # it has none, and is never found again
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return the stored elements of a tensor of any layout, sparse or nested, without copying."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return torch.ops.aten._values.default(tensor)  # type: ignore[no-any-return]
+    if tensor.layout in _COMPRESSED or tensor.is_nested:
+        return tensor.values()
+    return tensor
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, with -1 for a dimension whose size differs in a nested one."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    shape = []
+    for dim in range(tensor.dim()):
+        try:
+            size = tensor.size(dim)
+        except RuntimeError:
+            size = -1
+        shape.append(size if isinstance(size, int) else -1)
+    return tuple(shape)
 
 
 def held_by(names: dict[nn.Module, str]) -> list[tuple[str, str, nn.Module, Tensor]]:

@@ -28,9 +28,11 @@ from distamp.report.following import (
     Follower,
     Kernel,
     Owner,
+    elements_of,
     group_of,
     held_by,
     local_of,
+    shape_of,
     storage_of,
     tensors_in,
 )
@@ -299,6 +301,7 @@ def floats_in(value: Any) -> list[Tensor]:
         for each in tensors_in(value)
         if (each.is_floating_point() or each.is_complex())
         and each.device.type != "meta"
+        and each.dtype is not torch.float4_e2m1fn_x2  # has neither NaN nor infinity
         and not isinstance(each, FakeTensor)
         and not is_traceable_wrapper_subclass_type(type(each))
     ]
@@ -306,9 +309,12 @@ def floats_in(value: Any) -> list[Tensor]:
 
 def range_of(name: str, tensor: Tensor) -> TensorRange:
     """The range of what is in a tensor."""
-    about = name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    about = name, shape_of(tensor), str(tensor.dtype).removeprefix("torch.")
     values = tensor.detach()
-    values = values.coalesce().values() if values.is_sparse else values
+    # Elements of a sparse tensor that is not coalesced count as their sum.
+    values = elements_of(values.coalesce() if values.is_sparse else values)
+    if values.layout is not torch.strided:  # oneDNN's opaque layout
+        values = values.to_dense()
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values.float() if values.dtype.itemsize == 1 else values
     low, high = torch.stack(torch.aminmax(values)).tolist() if values.numel() else (0.0, 0.0)

@@ -163,6 +163,9 @@ class _FakeOnCPU(TorchFunctionMode):
         given = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
         replaced = [each for each in given if _floating(each) or each.is_meta]
         replaced += [*model.parameters(), *model.buffers()]
+        # A fake has strides, which a sparse or nested tensor lacks: it stays real.
+        replaced = [each for each in replaced if each.layout is torch.strided]
+        replaced = [each for each in replaced if not each.is_nested]
         self._fakes = {
             id(each): self._fake(each if _floating(each) else each.clone()) for each in replaced
         }

@@ -19,6 +19,7 @@ from distamp.report.following import (
     storage_of,
     tensors_in,
 )
+from distamp.report.following import Follower, Kernel, shape_of, tensors_in
 from distamp.report.rows import OpRow, PrecisionReport, short
 
 __all__ = ["precision_report"]
@@ -127,12 +128,13 @@ def _casts_of(
 def _length(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """How many numbers are added up for one number of the result."""
     if name in _SUMS and outputs:
-        first = inputs[0]
-        running = first.shape == outputs[0].shape and first.dim()
-        return first.shape[-1] if running else first.numel() // max(outputs[0].numel(), 1)
+        shape = shape_of(inputs[0])
+        if shape and shape == shape_of(outputs[0]):
+            return shape[-1]
+        return inputs[0].numel() // max(outputs[0].numel(), 1)
     if name in _PRODUCTS and len(inputs) > 1:
         # Of addmm's three tensors the product's are the last two.
-        return inputs[0 if name == "linear" else 1 if name.startswith("add") else 0].shape[-1]
+        return shape_of(inputs[1 if name.startswith("add") else 0])[-1]
     return 0
 
 

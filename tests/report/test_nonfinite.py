@@ -147,6 +147,67 @@ def test_the_input_of_one_micro_batch_is_named() -> None:
     assert "  output " not in str(found)  # which would be the input again
 
 
+def stored_as(layout: str, x: Tensor) -> Tensor:
+    """Return a (4, 4) tensor in a layout of another kind, and with the same elements."""
+    if layout in ("strided", "jagged"):
+        return torch.nested.as_nested_tensor([x], layout=getattr(torch, layout))
+    if layout == "mkldnn":
+        return x.to_mkldnn()
+    blocks = ((2, 2),) if layout.startswith("bs") else ()
+    return getattr(x, f"to_sparse_{layout}")(*blocks)
+
+
+def elements(layout: str, x: Tensor) -> Tensor:
+    if layout == "strided":
+        return torch.nested.to_padded_tensor(x, 0.0)
+    return x.values() if layout == "jagged" else x.to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc", "strided", "jagged"])
+def test_tensors_of_every_layout_are_looked_at(layout: str) -> None:
+    """Sparse in five ways, and nested in two."""
+    model = nn.Linear(4, 4)
+
+    def step(low: float) -> None:
+        values = elements(layout, stored_as(layout, torch.full((4, 4), low).log()))
+        model(values).sum().backward()
+
+    assert search(model, step=lambda: step(1.0)) is None
+    found = search(model, step=lambda: step(0.0))
+    assert (found.op, found.kernel, found.output.low) == ("log", "log", -INF)
+    with distamp.precision_report(model) as report:
+        step(1.0)
+    assert any(row.module == "" and row.op == "addmm" for row in report.rows)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "layout", ["coo", "csr", "csc", "bsr", "bsc", "strided", "jagged", "mkldnn"]
+)
+def test_an_input_of_every_layout_that_holds_an_inf_is_named(layout: str) -> None:
+    model = nn.Linear(4, 4)
+    given = stored_as(layout, torch.full((4, 4), INF))
+    found = search(model, step=lambda: model(elements(layout, given)).sum().backward())
+    assert (found.kind, found.output.high) == ("input", INF)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+def test_quantised_tensors_and_dtypes_without_infinity_stop_no_search() -> None:
+    model = nn.Linear(4, 4)
+
+    def step() -> None:
+        quantised = torch.quantize_per_tensor(torch.ones(2, 4), 0.1, 0, torch.qint8)
+        packed = torch.zeros(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).clone()
+        scales = torch.ones(2, 4).to(torch.float8_e8m0fnu)
+        assert packed.dtype is torch.float4_e2m1fn_x2
+        model(quantised.dequantize() * scales.float()).sum().backward()
+
+    assert search(model, step=step) is None
+
+
 @pytest.mark.parametrize("name", ["blocks.2.down.weight", "bn.running_mean", "blocks.0.norm.bias"])
 def test_a_weight_or_buffer_is_named(name: str) -> None:
     model = Net()

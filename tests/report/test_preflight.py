@@ -278,3 +278,17 @@ def test_findings_are_read_off_a_real_report(row):
             call()
         found.append(rule in {each.rule for each in findings(report)})
     assert found == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "strided", "jagged"])
+def test_inputs_of_every_layout_are_taken(layout):
+    """A fake has no layout but the strided one: what is given in another stays real."""
+    if layout in ("strided", "jagged"):
+        x = torch.nested.as_nested_tensor([X, X[:2]], layout=getattr(torch, layout))
+    else:
+        x = getattr(X, f"to_sparse_{layout}")()
+    result = preflight(Calls(lambda given: given @ HALF.float()), x, "cuda", FP16)
+    assert not [each for each in result.errors if "strides" in each.what]
+    assert {row.op for row in result.report.rows}
