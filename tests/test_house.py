@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "clipping": {"errors", "groups", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "report": {*FOUNDATION, "optimizers", "fsdp_params", "autocast"},
+    "report": {*FOUNDATION, "masters", "fsdp_params", "optimizers", "autocast"},
     "guard": {*FOUNDATION, *GRADIENTS, "groups", "clipping"},
     "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "guard", "masters"},
     "comm_hooks": {*FOUNDATION, "host"},

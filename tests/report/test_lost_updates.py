@@ -1,0 +1,229 @@
+"""lost_updates: the share of updates that half precision weights lose, against a float64 step."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import distamp
+from distamp import SettingError
+from distamp.masters import MasterParameters
+from distamp.report import lost_updates
+from tests.on_ranks import on_ranks
+
+BF16, FP16 = torch.bfloat16, torch.float16
+INPUTS = torch.linspace(-1.0, 1.0, 8 * 16).view(8, 16)
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """A layer, a norm whose weight is 1, and an adapter's second matrix, which begins at 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False))
+    nn.init.zeros_(model[2].weight)
+    return model.to(dtype)
+
+
+def loss_of(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    return (model(INPUTS.to(dtype)).float() - 1.0).square().mean()
+
+
+def step_of(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> Any:
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, dtype).backward()
+        optimizer.step()
+
+    return step
+
+
+def shares_in_float64(
+    model: nn.Module, make: Any, dtype: torch.dtype, **settings: float
+) -> dict[str, float]:
+    """Step a float64 copy by the gradients of the model; compare rounded weights."""
+    loss_of(model, next(model.parameters()).dtype).backward()
+    copies = [nn.Parameter(p.detach().double()) for p in model.parameters()]
+    for copy, parameter in zip(copies, model.parameters(), strict=True):
+        copy.grad = parameter.grad.double()
+        parameter.grad = None
+    make(copies, **settings).step()
+    counts: dict[str, list[int]] = {}
+    for (name, parameter), copy in zip(model.named_parameters(), copies, strict=True):
+        update = copy.detach() - parameter.detach().double()
+        weight = parameter.detach().to(dtype)
+        stays = (weight.double() + update).to(dtype) == weight
+        lost, updated = counts.setdefault(name.rpartition(".")[0], [0, 0])
+        lost += int((stays & (update != 0)).sum())
+        counts[name.rpartition(".")[0]] = [lost, updated + int((update != 0).sum())]
+    return {name: lost / updated for name, (lost, updated) in counts.items() if updated}
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-3])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+def test_shares_are_those_of_a_float64_step(dtype, make, rate):
+    half = BF16 if dtype is torch.float32 else dtype
+    settings = {"lr": rate} | ({"eps": 1e-4} if make is torch.optim.AdamW else {})
+    expected = shares_in_float64(net(dtype), make, half, **settings)
+    model = net(dtype)
+    shares = lost_updates(step_of(model, make(model.parameters(), **settings), dtype), model, half)
+    assert shares.keys() == expected.keys()
+    assert shares == pytest.approx(expected, abs=0.02)
+    if rate == 1e-5 and make is torch.optim.AdamW:
+        assert shares["0"] > 0.9
+        assert shares["1"] > 0.4, "the norm's weight is at 1, and its bias at 0"
+    assert shares["2"] == 0.0, "a weight of zero takes any update"
+
+
+@pytest.mark.parametrize(
+    ("level", "master_weights"), [("O2", True), ("bf16-O2", True), ("bf16-O2", "split")]
+)
+def test_masters_are_read_at_a_level_that_has_them(level, master_weights):
+    dtype = FP16 if level == "O2" else BF16
+    plain = lost_updates_of(net(), "O0", dtype)
+    shares = lost_updates_of(net(), level, dtype, master_weights=master_weights)
+    assert shares == pytest.approx(plain, abs=0.05)
+    assert shares["0"] > 0.9
+
+
+def lost_updates_of(
+    model: nn.Module, level: str, dtype: torch.dtype, **settings: Any
+) -> dict[str, float]:
+    """The shares of a level's first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-4)
+    if level == "O2":
+        settings["init_scale"] = 2.0**10
+    amp = distamp.initialize(model, optimizer, level, **settings)
+
+    def step() -> None:
+        amp.zero_grad()
+        with amp.autocast():
+            loss = (amp.model(INPUTS).float() - 1.0).square().mean()
+        amp.backward(loss)
+        amp.step(max_norm=100.0)
+
+    return lost_updates(step, model, dtype)
+
+
+@pytest.mark.parametrize("level", ["O3", "bf16-O3"])
+def test_a_level_without_masters_loses_what_it_says(level):
+    model, dtype = net(), FP16 if level == "O3" else BF16
+    shares = lost_updates_of(model, level, dtype)
+    assert shares["0"] > 0.9
+    assert shares["2"] == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_step_and_the_optimizer_are_those_of_a_run_without_it(fused):
+    runs = []
+    for measured in (False, True):
+        model = net(BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step = step_of(model, optimizer, BF16)
+        for _ in range(2):
+            if measured:
+                lost_updates(step, model)
+            else:
+                step()
+            schedule.step()
+        runs.append([*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())])
+        runs[-1].append(torch.get_rng_state())
+    assert all(map(torch.equal, *runs))
+
+
+def test_frozen_weights_and_modules_without_an_update_are_left_out():
+    model = net(BF16)
+    model[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shares = lost_updates(step_of(model, torch.optim.SGD(trained, lr=1e-5), BF16), model)
+    assert shares == {"2": 0.0}, "while the last weight is zero, no gradient reaches the norm"
+
+
+def masters_by_hand(model: nn.Module) -> Any:
+    """Masters that the library does not know, copied back after the step."""
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-6)
+
+    def step() -> None:
+        loss_of(model, BF16).backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+
+    return step
+
+
+def written_by_hand(model: nn.Module) -> Any:
+    def step() -> None:
+        loss_of(model, BF16).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= parameter.grad
+
+    return step
+
+
+def with_a_closure(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = loss_of(model, BF16)
+        loss.backward()
+        return loss
+
+    return lambda: optimizer.step(closure)
+
+
+class Uncopied(torch.optim.SGD):
+    def __getstate__(self) -> Any:
+        raise TypeError("holds a file")
+
+
+def that_cannot_be_copied(model: nn.Module) -> Any:
+    return step_of(model, Uncopied(model.parameters(), lr=0.1), BF16)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (masters_by_hand, "neither parameters of the model nor masters|changed without"),
+        (written_by_hand, "changed without an optimizer step"),
+        (with_a_closure, "whose step has a closure"),
+        (that_cannot_be_copied, "raised TypeError: holds a file"),
+    ],
+)
+def test_an_update_that_cannot_be_measured_is_refused(make, says):
+    model = net(BF16)
+    with pytest.raises(SettingError, match=f"cannot measure .*({says})"):
+        lost_updates(make(model), model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["FSDP2", "FSDP2 with masters", "DDP", "ZeRO"])
+def test_sharded_half_precision_weights_are_measured(layout):
+    model: Any = net(BF16)
+    if layout.startswith("FSDP2"):
+        for unit in (*model, model):
+            fully_shard(unit)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    settings = {"lr": 1e-5, "eps": 1e-4}
+    if layout == "ZeRO":
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    if layout == "FSDP2 with masters":
+        MasterParameters(optimizer)
+    shares = lost_updates(step_of(model, optimizer, BF16), model)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, shares)
+    together = {name: share for each in everyone for name, share in each.items()}
+    assert together["0"] > 0.9
+    assert together["2"] == 0.0
