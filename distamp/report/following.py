@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +160,8 @@ class Follower:
 
     def __init__(self, *models: nn.Module) -> None:
         self.closed = True
+        #: Whether code that torch.compile had compiled ran eagerly because of `eager`.
+        self.ran_compiled = False
         self.names: dict[nn.Module, str] = {}
         #: What runs in compiled modules, and is not followed.
         self.compiled: set[nn.Module] = set()
@@ -208,6 +211,8 @@ class Follower:
         name, thread = getattr(func, "__name__", ""), self._thread
         if name in _GETTERS or self.closed:
             return func(*args, **kwargs)
+        if not thread.frames:
+            self._note_compiled()
         before = thread.function, thread.cause
         asked = name in _CONVERSIONS or kwargs.get("dtype") is not None
         thread.function = name.strip("_").removesuffix("backward")
@@ -276,6 +281,11 @@ class Follower:
             if not any(type(mode) is kind and mode.follower is self for mode in watching):
                 stack.enter_context(kind(self))
 
+    def _note_compiled(self) -> None:
+        """Note whether the code that runs was compiled, and runs eagerly now."""
+        if self.eager and not self.ran_compiled:
+            self.ran_compiled = _is_called_by_compile()
+
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         """A module's forward begins in this thread."""
         if torch.compiler.is_compiling() or self.closed:
@@ -284,6 +294,7 @@ class Follower:
         if not thread.frames:
             # A function mode is off while it is asked, so in what backward runs again too.
             self._watch_thread(thread.modes)
+        self._note_compiled()
         phase = "forward" if _in_backward() == -1 else "recompute"
         thread.frames.append(Frame(name, phase, _any_autocast(), module))
         self.entered(module)
@@ -339,6 +350,20 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self.follower.function(func, args, kwargs or {})
+
+
+def _is_called_by_compile() -> bool:
+    """Return whether a function that torch.compile returned is on the stack."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename == dynamo.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _owner_of(node: Any) -> Owner:

@@ -33,6 +33,12 @@ _SUMS = frozenset({"sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp",
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"})
 
 
+_RAN_EAGERLY = (
+    "compiled code ran eagerly in this block, which is another run than the compiled one: its "
+    "kernels, casts and roundings may differ, and so may the step that follows from them"
+)
+
+
 class _Recorder(Follower):
     """Counts what a model runs, from entry to exit; any thread that runs it is followed."""
 
@@ -100,6 +106,9 @@ class _Recorder(Follower):
             if parameter.grad is not None and storage_of(parameter.grad) == storage:
                 return module
         return None
+    def notes(self) -> tuple[str, ...]:
+        """Return what the report cannot promise, a sentence each."""
+        return (_RAN_EAGERLY,) if self.ran_compiled else ()
 
     def rows(self) -> tuple[OpRow, ...]:
         """What was counted so far."""
@@ -146,8 +155,12 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
     Use it around any number of steps: forward, backward, optimizer. It works with
     ``torch.autocast`` and :class:`distamp.autocast`, with models wrapped for DDP, FSDP or
     DataParallel, with modules run from other threads, and with activation checkpointing. Hooks are
-    set on the modules of ``model`` and are gone after the block, however it ends. While it
-    records, compiled code runs eagerly. Gradients of gradients are nobody's.
+    set on the modules of ``model`` and are gone after the block, however it ends. Gradients of
+    gradients are nobody's.
+
+    Of a step without compiled code it changes no number. Compiled code runs eagerly while it
+    records, which is another run than the compiled one: results are rounded otherwise, and a loss
+    that overflows only eagerly skips the step. The report says so if it happened.
 
     ::
 
@@ -173,4 +186,9 @@ def precision_report(model: nn.Module | None = None) -> Iterator[PrecisionReport
     recorder = _Recorder(*() if model is None else (model,))
     inside = [type(module).__name__ for module, name in recorder.names.items() if not name]
     with recorder.following():
-        yield PrecisionReport(recorder.rows, "".join(inside[-1:]), settings=recorder.settings)
+        yield PrecisionReport(
+            recorder.rows,
+            "".join(inside[-1:]),
+            settings=recorder.settings,
+            notes=recorder.notes,
+        )

@@ -20,7 +20,6 @@ from distamp.module_names import module_names
 from distamp.report.following import (
     every_rank,
     held_by,
-    inside_compiled_ones,
     local_of,
     raised_on_every_rank,
     tensors_in,
@@ -30,6 +29,7 @@ from distamp.report.origins import Watch, first_of, floats_in, range_of
 
 __all__ = ["StepReplay", "first_nonfinite"]
 
+_log = logging.getLogger("distamp.report")
 _version = operator.attrgetter("_version")
 
 
@@ -120,9 +120,11 @@ def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | No
 
     ``torch.autograd.set_detect_anomaly`` raises in the first backward function that returns a NaN;
     this names the operation that made the first one, in forward or backward, on which rank.
-    Every rank calls it with the same step. It runs the step two or three times, and leaves every
+    Every rank calls it with the same step. It runs the step two to four times, and leaves every
     gradient None. States of random numbers and buffers are put back. Compiled code runs eagerly
-    under watch. DDP's communication hooks that have a state are left out, as it would move.
+    under watch, and once before as it is: a compiled step that is finite has no answer, also if its
+    eager replay overflows, which is logged. DDP's communication hooks that have a state are left
+    out, as it would move.
 
     ::
 
@@ -226,9 +228,15 @@ class StepReplay:
                 self._skips = -1
                 self.found = _search(step, self._model, kept, notes, True)
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    logging.getLogger("distamp.report").warning(
-                        "a step was skipped: %s", self.found
-                    )
+                    _log.warning("a step was skipped: %s", self.found)
+
+
+def _runs_finite(step: Callable[[], Any], model: nn.Module, kept: _Kept) -> bool:
+    """Run the step without a watch; return whether it is finite on every rank."""
+    kept.put_back()
+    with raised_on_every_rank("the step that is replayed"):
+        is_finite = _run(step, model, None)
+    return all(every_rank(is_finite))
 
 
 def _search(
@@ -245,30 +253,43 @@ def _search(
     )
     found: list[NonFinite | None] = []
     totals = []
+    ran_compiled = False
+    runs_finite: bool | None = None
     try:
+        if any(every_rank("torch._dynamo" in sys.modules)):
+            # Compiled code runs before its eager replay: under a function mode torch.compile would
+            # give up a function that it has not compiled yet.
+            runs_finite = _runs_finite(step, model, kept)
         for _ in range(3):
             kept.put_back()
             watch = Watch(model)
             with raised_on_every_rank("the step that is replayed"):
                 _run(step, model, watch)
-            everyone = every_rank((watch.fed, watch.reached, watch.total))
+            everyone = every_rank((watch.fed, watch.reached, watch.total, watch.ran_compiled))
             found.append(first_of([each[:2] for each in everyone]))
             totals.append([each[2] for each in everyone])
+            ran_compiled |= any(each[3] for each in everyone)
             # Where the second differs a third decides: only the first makes a scaler's scale.
             if found[-1] is None or totals[-1] in totals[:-1]:
                 break
-        kept.put_back()
-        if found[0] is None:
-            with raised_on_every_rank("the step that is replayed"):
-                finite &= _run(step, model, None)
-            finite = all(every_rank(finite))
+        if found[0] is None and runs_finite is None:
+            runs_finite = _runs_finite(step, model, kept)
+        if found[0] is None or ran_compiled:
+            finite = all(every_rank(finite)) and runs_finite is True
     finally:
         now.put_back()
         _drop_gradients(model)
     hooks = [name for each in _ddp_in(model) for name in _hooks_with_a_state(each)]
     notes = [*notes, *(f"the communication hook {name} was left out" for name in hooks)]
-    if inside_compiled_ones(model):
-        notes.append("compiled modules ran eagerly")
+    if ran_compiled:
+        notes.append("compiled code ran eagerly in the replay, which may round otherwise")
+    if found[0] is not None and ran_compiled and runs_finite:
+        # The eager run overflowed, and it is not the step that trains.
+        sentence = f"the compiled step was finite. Its eager replay was not: {found[0].sentence()}"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _log.warning("%s", sentence)
+        notes.append(sentence)
+        return None if finite else NonFinite("unseen", notes=tuple(notes))
     if found[0] is None:
         return None if finite else NonFinite("unseen", notes=tuple(notes))
     if totals[-1] not in totals[:-1]:

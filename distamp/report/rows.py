@@ -140,6 +140,8 @@ class PrecisionReport(Written):
         model: The model's class name.
         device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
         settings: Of each module that ran, in which region or under whose pin.
+        notes: Sentences about what the report cannot promise, such as that compiled code ran
+            eagerly.
     """
 
     def __init__(
@@ -148,11 +150,18 @@ class PrecisionReport(Written):
         model: str = "",
         device: str = "",
         settings: Mapping[str, str] | None = None,
+        notes: Iterable[str] | Callable[[], Iterable[str]] = (),
     ) -> None:
         self._rows = rows if callable(rows) else tuple(rows)
         self.model = model
         self.device = device
         self.settings = {} if settings is None else settings
+        self._notes = notes if callable(notes) else tuple(notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what the report cannot promise; inside its block, so far."""
+        return tuple(self._notes() if callable(self._notes) else self._notes)
 
     @property
     def rows(self) -> tuple[OpRow, ...]:
@@ -171,7 +180,9 @@ class PrecisionReport(Written):
             collapse: Show modules whose names differ by an index alone as one (``h.*.attn``).
             views: Show ops that only give a new view, which compute nothing.
         """
-        return "\n".join([self._title(), *text_table(_HEADINGS, self._cells(collapse, views))])
+        notes = [f"note: {note}" for note in self.notes]
+        table = text_table(_HEADINGS, self._cells(collapse, views))
+        return "\n".join([self._title(), *notes, *table])
 
     def __str__(self) -> str:
         return self.table()
@@ -233,6 +244,7 @@ class PrecisionReport(Written):
         """The report as JSON types."""
         about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "device": self.device}
         about["settings"] = dict(self.settings)
+        about["notes"] = list(self.notes)
         return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
 
     @classmethod
@@ -254,7 +266,12 @@ class PrecisionReport(Written):
         rows: list[dict[str, Any]] = values["rows"]
         for row in rows:
             row |= {"inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])}
-        about = values["model"], values["device"], values.get("settings")
+        about = (
+            values["model"],
+            values["device"],
+            values.get("settings"),
+            values.get("notes", ()),
+        )
         return cls((OpRow(**row) for row in rows), *about)
 
     def compare(self, other: PrecisionReport) -> ReportDifference:

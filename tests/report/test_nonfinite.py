@@ -286,7 +286,85 @@ def test_the_line_of_what_amp_scales_is_the_users() -> None:
 def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
     found = search(torch.compile(Net(log), backend="eager"))
     assert (found.op, found.module) == ("log", "blocks.1")
-    assert found.notes == ("compiled modules ran eagerly",)
+    (note,) = found.notes
+    assert "compiled code ran eagerly" in note
+
+
+class Scaled(nn.Module):
+    """Overflows in fp16 unless a compiler leaves out the casts between two multiplications."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.inner(x) * 300.0).half() * 300.0).float() / 90000.0
+
+
+def without_casts(graph: Any, inputs: Any) -> Any:
+    """A compiler that keeps what it fuses in float32, like inductor."""
+    for node in graph.graph.nodes:
+        if node.target == "half":
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph.forward
+
+
+HOW = ["model.compile()", "torch.compile(model)", "torch.compile(function)"]
+
+
+def compiled(model: nn.Module, how: str, backend: Any) -> Callable[[Tensor], Tensor]:
+    if how == "model.compile()":
+        model.compile(backend=backend)
+        return model
+    if how == "torch.compile(model)":
+        return torch.compile(model, backend=backend)
+    return torch.compile(lambda x: model(x), backend=backend)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_compiled_step_that_is_finite_has_no_answer(how, fresh_dynamo, caplog):
+    model, x = Scaled(), torch.full((2, 8), 3.0)
+    call = compiled(model, how, without_casts)
+    assert call(x).isfinite().all()
+    assert distamp.first_nonfinite(lambda: call(x).square().mean().backward(), model) is None
+    assert "the compiled step was finite. Its eager replay was not: mul in" in caplog.text
+    eager = distamp.first_nonfinite(lambda: Scaled()(x).square().mean().backward(), model)
+    assert eager is not None, "as the eager run itself is not"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_that_only_its_compiler_spoils_is_unseen_and_compilation_is_named(how, fresh_dynamo):
+    def spoil(graph: Any, inputs: Any) -> Any:
+        return lambda *given: [each * INF for each in graph.forward(*given)]
+
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    call = compiled(model, how, spoil)
+    found = distamp.first_nonfinite(lambda: call(x).square().mean().backward(), model)
+    assert found is not None
+    assert found.kind == "unseen"
+    assert "compiled code ran eagerly" in str(found)
+
+
+def test_a_skipped_step_whose_compiled_run_is_finite_again_is_unseen(fresh_dynamo):
+    model, x = Scaled(), torch.full((2, 8), 3.0)
+    call = compiled(model, "torch.compile(model)", without_casts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = distamp.StepGuard()
+    guard.replay = distamp.StepReplay(model)
+
+    def step() -> None:
+        call(x).square().mean().backward()
+
+    guard.keep(step, x)
+    step()
+    model.inner.weight.grad.fill_(INF)
+    guard.step(optimizer)
+    guard.update()
+    assert guard.replay.found.kind == "unseen"
+    assert "the compiled step was finite" in str(guard.replay.found)
 
 
 def on_a_device() -> list[Any]:

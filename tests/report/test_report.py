@@ -290,6 +290,29 @@ def test_the_share_of_updates_below_half_an_ulp(rate, lost):
     assert kept == 1 - lost, "as rounding itself has it"
 
 
+@pytest.mark.parametrize("how", ["eager", "model", "submodule", "function", "loss"])
+def test_a_report_says_that_compiled_code_ran_eagerly(how, fresh_dynamo, tmp_path):
+    """And of an eager step it says nothing, beside compiled code that does not run."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    call, loss = model, torch.sum
+    torch.compile(nn.Linear(4, 4), backend="eager")
+    if how == "model":
+        call = torch.compile(model, backend="eager")
+    elif how == "submodule":
+        model[1].compile(backend="eager")
+    elif how == "function":
+        call = torch.compile(lambda x: model(x), backend="eager")
+    elif how == "loss":
+        loss = torch.compile(lambda x: x.sum(), backend="eager")
+    with precision_report(model) as report:
+        loss(call(torch.ones(2, 4))).backward()
+    says = [line for line in str(report).splitlines() if "compiled code ran eagerly" in line]
+    assert len(says) == (how != "eager")
+    assert len(report.notes) == (how != "eager")
+    report.to_json(tmp_path / "report.json")
+    assert PrecisionReport.from_json(tmp_path / "report.json").notes == report.notes
+
+
 def test_a_step_of_complex_parameters_is_reported():
     weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     optimizer = torch.optim.AdamW([weight], lr=0.1, foreach=False)
