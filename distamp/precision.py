@@ -18,6 +18,8 @@ __all__ = ["LEVELS", "Precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+# The name that reports give to everything that runs in no module.
+_OUTSIDE = "(outside)"
 _PINS = ("fp32", "fp16", "bf16", "fp32:keep", "fp16:keep", "bf16:keep")
 
 
@@ -210,6 +212,9 @@ class Precision:
         steps: object = "fp32" if self.master_weights or not self.casts_model else param
         if steps == param and (kept or pins):
             steps = either
+        # A pipeline schedule sends what a stage returns, which a level that casts may widen.
+        sends_output = self.casts_model and self.output not in (None, self.compute)
+        returned = {"activations": (compute, _SHORT[self.output])} if sends_output else {}
         return {
             "parameters": param if half else "fp32",
             "compute": compute if self.float8 is None else (compute, "fp8"),
@@ -226,6 +231,7 @@ class Precision:
             "modules": {
                 **{name: {"parameters": "fp32"} for name in kept},
                 **{name: self._of_pinned(pin) for name, pin in pins.items()},
+                **({_OUTSIDE: returned} if returned else {}),
             },
         }
 

@@ -17,7 +17,7 @@ from distamp.errors import SettingError
 from distamp.precision import Precision
 from distamp.report.following import every_rank, raised_on_every_rank
 from distamp.report.observing import Observer, Seen
-from distamp.report.rows import Written, collapsed, short, text_table
+from distamp.report.rows import OUTSIDE, Written, collapsed, short, text_table
 
 __all__ = ["Breach", "Breaches", "Contract"]
 
@@ -176,6 +176,8 @@ class Contract:
         modules: Exceptions, by shell patterns over module names, in order; the last that matches
             counts, for a module and all below it. A dtype stands for parameters, compute and norms;
             or name the keys: ``{"lm_head": "fp32", "*.router": {"compute": "fp32"}}``.
+            ``"(outside)"`` is for everything that runs in no module, such as what a pipeline
+            schedule sends.
 
     Raises:
         SettingError: There is no such dtype or key.
@@ -323,7 +325,7 @@ class Contract:
         """Raise for a pattern that matches no module on any rank."""
         matched = {each for each in self.modules if any(_matches(name, each) for name in names)}
         anywhere = set().union(*every_rank(matched)) if self.modules else set()
-        for pattern in self.modules.keys() - anywhere:
+        for pattern in self.modules.keys() - anywhere - {OUTSIDE}:
             near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
             raise SettingError(
                 f"the contract's pattern {pattern!r} matches no module of the model; there are "
@@ -443,6 +445,11 @@ _FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
         lambda it: it.key == "reduce",
         "DDP sends gradients in their parameters' dtype, or in its communication hook's: look at "
         "both",
+    ),
+    (
+        lambda it: it.key == "activations" and "send" in it.op,
+        "a pipeline sends what its stage returns: return this dtype from the stage, and if "
+        "initialize casts what it returns, pass Precision.of(level).replaced(output=dtype)",
     ),
     (
         lambda it: it.key == "activations",

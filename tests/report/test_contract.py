@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel
 
@@ -134,7 +135,7 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
         amp.step()
 
     names = {*Contract.of(amp.precision, model).modules}
-    assert names == {f"{attribute}.module", "head"}
+    assert names == {f"{attribute}.module", "head", "(outside)"}
     found = amp.check(step)
     assert found.seen["parameters"] == {"fp32": 4, "fp16": 2}
     assert not [each for each in found if each.key == "parameters"], str(found)
@@ -145,7 +146,7 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
 )
 def test_the_names_of_a_levels_contract_are_without_those_of_wrappers(wrap):
     model = wrap(distamp.cast_model(Backbone("module"), "O2"))
-    assert {*Contract.of("O2", model).modules} == {"module.module"}
+    assert {*Contract.of("O2", model).modules} == {"module.module", "(outside)"}
 
 
 def test_a_module_name_with_brackets_is_no_shell_pattern():
@@ -340,3 +341,44 @@ def test_gradients_that_would_grow_in_a_hooks_format_are_no_breach():
     found = amp.check(lambda: train(amp, [BATCH], max_norm=1.0))
     assert not found
     assert list(found.seen["reduce"]) == ["fp32"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", ["O2", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("output", ["the level's", "half"])
+def test_what_pipeline_stages_send_is_what_the_level_makes_them_return(level, output):
+    rank, half = dist.get_rank(), torch.float16 if level == "O2" else BF16
+    precision = distamp.Precision.of(level, loss_scale=1.0 if level == "O2" else None)
+    if output == "half":
+        precision = precision.replaced(output=half)
+    torch.manual_seed(rank)
+    module = distamp.cast_model(nn.Linear(8, 8), precision)
+    amp = distamp.initialize(module, torch.optim.SGD(module.parameters(), lr=0.1), precision)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    scale = getattr(amp.scaler, "scale", lambda loss: loss)
+    loss_fn = lambda y, target: scale((y.float() - target).mean())  # noqa: E731
+    pipeline = ScheduleGPipe(stage, 2, loss_fn=loss_fn)
+
+    def step() -> None:
+        if rank == 0:
+            pipeline.step(torch.ones(4, 8))
+        else:
+            pipeline.step(target=torch.ones(4, 8))
+        amp.step()
+
+    step()
+    found = amp.check(step)
+    assert not found, str(found)
+    names = {torch.float16: "fp16", BF16: "bf16"}
+    assert [*found.seen["activations"]] == ["fp32" if output == "the level's" else names[half]]
+    (breach,) = Contract(activations="fp64").check(step, module)
+    assert "Precision.of(level).replaced(output=dtype)" in breach.fix
+
+
+@on_ranks(2)
+def test_what_tensor_parallel_modules_send_stays_in_the_levels_dtype():
+    """What a level's cast of the output allows outside of modules is no excuse inside."""
+    model = parallel(Net(attends=False), mesh((2,), ("tp",)))
+    contract = Contract(activations="bf16", modules={"(outside)": {"activations": "fp32"}})
+    (breach,) = contract.check(*trained(model))
+    assert (breach.key, breach.found) == ("activations", "fp32")

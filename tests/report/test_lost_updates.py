@@ -75,7 +75,7 @@ def test_shares_are_those_of_a_float64_step(dtype, make, rate):
     if rate == 1e-5 and make is torch.optim.AdamW:
         assert shares["0"] > 0.9
         assert shares["1"] > 0.4, "the norm's weight is at 1, and its bias at 0"
-    assert shares["2"] == 0.0, "a weight of zero takes any update"
+    assert shares["2"] < 0.1, "a weight of zero takes any update that fp16 can represent"
 
 
 @pytest.mark.parametrize(
