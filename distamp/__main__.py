@@ -153,7 +153,7 @@ def _preflight(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     values = _call_factory(
-        options.factory, ("step", "model", "optimizer"), 2, ("hooks", "contract")
+        options.factory, ("step", "model", "optimizer"), 2, ("hooks", "contract", "process_group")
     )
     model = values["model"]
     models = (model,) if isinstance(model, torch.nn.Module) else model

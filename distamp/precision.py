@@ -213,8 +213,9 @@ class Precision:
         if steps == param and (kept or pins):
             steps = either
         # A pipeline schedule sends what a stage returns, which a level that casts may widen.
-        sends_output = self.casts_model and self.output not in (None, self.compute)
-        returned = {"activations": (compute, _SHORT[self.output])} if sends_output else {}
+        returned = {}
+        if self.casts_model and self.output is not None and self.output is not self.compute:
+            returned["activations"] = (compute, _SHORT[self.output])
         return {
             "parameters": param if half else "fp32",
             "compute": compute if self.float8 is None else (compute, "fp8"),

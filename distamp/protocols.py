@@ -41,10 +41,15 @@ class Replay(Protocol):
         """Keep a step before it runs."""
 
     def step_ended(
-        self, skipped: Callable[[], bool], scaled: bool, stepped: Sequence[Tensor]
+        self,
+        skipped: Callable[[], bool],
+        scaled: bool,
+        stepped: Sequence[Tensor],
+        process_group: Any = None,
     ) -> None:
         """Replay the step that was kept, if there is one and it was skipped.
 
         Before the scale moves. ``skipped`` waits for the device; ``scaled`` is whether a loss scale
-        may be why; ``stepped`` are the optimizers' parameters, masters if they have some.
+        may be why; ``stepped`` are the optimizers' parameters, masters if they have some;
+        ``process_group`` has the ranks that skipped it.
         """

@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "clipping": {"errors", "groups", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "report": {*FOUNDATION, "masters", "fsdp_params", "optimizers", "autocast"},
+    "report": {*FOUNDATION, "autocast", "groups", "guard", "masters", "fsdp_params", "optimizers"},
     "guard": {*FOUNDATION, *GRADIENTS, "groups", "clipping"},
     "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "guard", "masters"},
     "comm_hooks": {*FOUNDATION, "host"},

@@ -1028,7 +1028,8 @@ class Steps(Joins):
         flags = [flag for r in records for flag in r["found_inf_per_device"].values()]
         if replay is not None:
             stepped = [p for each, _ in self._guard.optimizers.live() for p in parameters_of(each)]
-            replay.step_ended(lambda: any(map(bool, flags)), self._divides, stepped)
+            group = self._guard.ranks.process_group
+            replay.step_ended(lambda: any(map(bool, flags)), self._divides, stepped, group)
         return flags
 
     def _waits(self, record: dict[str, Any]) -> bool:

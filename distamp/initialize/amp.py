@@ -396,6 +396,8 @@ class Amp:
     def check(self, step: Callable[[], Any]) -> Breaches:
         """Run one step and compare the precisions that it used with those of the level.
 
+        Collective: every rank of `process_group` must call this; the group that `initialize` got.
+
         Args:
             step: Takes nothing; runs forward, backward and optimizer, as the loop does.
 
@@ -418,7 +420,13 @@ class Amp:
         if isinstance(level_gathers, str):
             level_gathers = (level_gathers,)
         words["gather"] = (*level_gathers, *gathers)
-        found = Contract(**words).check(step, self.models, self.optimizers, self.comm_hooks)
+        found = Contract(**words).check(
+            step,
+            self.models,
+            self.optimizers,
+            self.comm_hooks,
+            process_group=self.scaler.process_group,
+        )
         found.unseen += self._unmatched
         return found
 

@@ -12,10 +12,17 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from distamp.errors import SettingError
+from distamp.groups import GroupLike
 from distamp.precision import Precision
-from distamp.report.following import every_rank, raised_on_every_rank
+from distamp.report.following import (
+    begin_call,
+    every_rank,
+    global_ranks,
+    raised_on_every_rank,
+)
 from distamp.report.observing import Observer, Seen
 from distamp.report.rows import OUTSIDE, Written, collapsed, short, text_table
 
@@ -111,8 +118,17 @@ class Breaches(Written, Sequence[Breach]):
     def __getitem__(self, index: Any) -> Any:
         return self._found[index]
 
-    def fill(self, ranks: Sequence[tuple[dict[Seen, tuple[int, int]], list[str]]]) -> None:
-        """Take what was seen on every rank: calls and bytes, and what was not."""
+    def fill(
+        self,
+        ranks: Sequence[tuple[dict[Seen, tuple[int, int]], list[str]]],
+        numbers: Sequence[int],
+    ) -> None:
+        """Take what was seen on every rank: calls and bytes, and what was not.
+
+        Args:
+            ranks: The observations of each rank of the group.
+            numbers: The numbers of these ranks in the default group.
+        """
         sums: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
         for rank, (rows, _) in enumerate(ranks):
             for row, (calls, _) in rows.items():
@@ -120,7 +136,7 @@ class Breaches(Written, Sequence[Breach]):
         for (key, found), by_rank in sorted(sums.items()):
             self.seen.setdefault(key, {})[found] = max(by_rank.values())
         self.unseen = tuple(dict.fromkeys(line for _, lines in ranks for line in lines))
-        judged = [*self.contract.judge([rows for rows, _ in ranks])]
+        judged = [*self.contract.judge([rows for rows, _ in ranks], numbers)]
         judged.sort(key=lambda it: ([*_KEYS].index(it.key), it.where))
         cast = {each.found for each in judged if each.key == "parameters"}
         self._found = tuple(
@@ -241,10 +257,12 @@ class Contract:
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         hooks: Sequence[Any] = (),
+        *,
+        process_group: GroupLike = None,
     ) -> Breaches:
         """Run one step, really, and compare what it used with what was declared.
 
-        Every rank calls it, where there are several; all return the same.
+        Collective: every rank of `process_group` must call this. All return the same.
 
         Args:
             step: Takes nothing; runs forward, backward and optimizer, as the loop does.
@@ -252,13 +270,16 @@ class Contract:
             optimizer: That it steps, or several; None leaves out what stands in it.
             hooks: The states of communication hooks that `distamp.comm_hooks.register` returned;
                 those of DDP and FSDP1 are found without.
+            process_group: The ranks that train the model. None is the default group.
 
         Raises:
             SettingError: A pattern matches no module.
             TypeError: ``model`` is not a module.
-            DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
+            LockstepError: Another rank makes another call.
+            DistampError: ``step``, or the check itself, raised on another rank. Where it raises
+                here, that is raised.
         """
-        with self.watch(model, optimizer, hooks) as found:
+        with self.watch(model, optimizer, hooks, process_group=process_group) as found:
             step()
         return found
 
@@ -268,23 +289,33 @@ class Contract:
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         hooks: Sequence[Any] = (),
+        *,
+        process_group: GroupLike = None,
     ) -> Iterator[Breaches]:
-        """As `check`, of what runs in the block; what is yielded is filled when it ends."""
-        models = (model,) if isinstance(model, nn.Module) else tuple(model)
-        for each in models:
-            if not isinstance(each, nn.Module):
-                raise TypeError(f"model is a torch.nn.Module or several, got {type(each).__name__}")
-        given: Any = () if optimizer is None else optimizer
-        optimizers = (given,) if hasattr(given, "step") else tuple(given)
-        observer = Observer(models, optimizers, hooks)
-        self._require_matches([*observer.names.values()])
-        found = Breaches(self)
-        with raised_on_every_rank("the step that a contract watches"), observer.observing():
-            yield found
-        found.fill(every_rank((observer.seen, observer.unseen())))
+        """Check what runs in the block, like `check`; the result is filled when the block ends.
 
-    def judge(self, ranks: Sequence[Mapping[Seen, tuple[int, int]]]) -> Iterator[Breach]:
-        """Yield what is not as declared among what each rank saw, and where ranks differ."""
+        Collective: every rank of `process_group` must call this.
+        """
+        group = begin_call("Contract.check()", process_group)
+        with raised_on_every_rank("the check of a contract", group):
+            observer = _observer_of(model, optimizer, hooks)
+        self._require_matches([*observer.names.values()], group)
+        found = Breaches(self)
+        with raised_on_every_rank("the step that a contract watches", group), observer.observing():
+            yield found
+        with raised_on_every_rank("the check of a contract", group):
+            observed = observer.seen, observer.unseen()
+        found.fill(every_rank(observed, group), global_ranks(group))
+
+    def judge(
+        self, ranks: Sequence[Mapping[Seen, tuple[int, int]]], numbers: Sequence[int]
+    ) -> Iterator[Breach]:
+        """Yield what is not as declared among what each rank saw, and where ranks differ.
+
+        Args:
+            ranks: The observations of each rank of the group.
+            numbers: The numbers of these ranks in the default group.
+        """
         phases: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
         dtypes: dict[tuple[str, str], dict[int, dict[str, None]]] = defaultdict(
             lambda: defaultdict(dict)
@@ -300,7 +331,9 @@ class Contract:
             dtypes.pop((key, where), None)
         for (key, where), by_rank in dtypes.items():
             if len({frozenset(each) for each in by_rank.values()}) > 1:
-                each_rank = [f"{'/'.join(by_rank[r])} on rank {r}" for r in sorted(by_rank)]
+                each_rank = [
+                    f"{'/'.join(by_rank[rank])} on rank {numbers[rank]}" for rank in sorted(by_rank)
+                ]
                 causes[key, (), ", ".join(each_rank), "", None].add(where)
         for (key, declared, found, group, _), names in causes.items():
             of = [
@@ -314,23 +347,38 @@ class Contract:
                 for rows in ranks
             ]
             everywhere = {row.where for rows in ranks for row in rows if row.key == key}
-            yield _breach(key, declared, found, group, names, len(everywhere), of)
+            breach = _breach(key, declared, found, group, names, len(everywhere), of)
+            yield replace(breach, ranks=tuple(numbers[rank] for rank in breach.ranks))
 
     def allows(self, row: Seen) -> bool:
         """Return whether what was seen is as declared, or nothing was."""
         declared = self.declared(row.key, row.where)
         return not declared or ("fp8" if "float8" in row.found else row.found) in declared
 
-    def _require_matches(self, names: Sequence[str]) -> None:
+    def _require_matches(self, names: Sequence[str], group: ProcessGroup | None) -> None:
         """Raise for a pattern that matches no module on any rank."""
         matched = {each for each in self.modules if any(_matches(name, each) for name in names)}
-        anywhere = set().union(*every_rank(matched)) if self.modules else set()
+        anywhere = set().union(*every_rank(matched, group))
         for pattern in self.modules.keys() - anywhere - {OUTSIDE}:
             near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
             raise SettingError(
                 f"the contract's pattern {pattern!r} matches no module of the model; there are "
                 f"{', '.join(near) or 'none with a name'}"
             )
+
+
+def _observer_of(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    hooks: Sequence[Any],
+) -> Observer:
+    models = (model,) if isinstance(model, nn.Module) else tuple(model)
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"model is a torch.nn.Module or several, got {type(each).__name__}")
+    given: Any = () if optimizer is None else optimizer
+    optimizers = (given,) if hasattr(given, "step") else tuple(given)
+    return Observer(models, optimizers, hooks)
 
 
 def _dtypes(key: str, given: Any) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from distamp.autocast.op_names import schema_of
 from distamp.errors import DistampError
+from distamp.groups import GroupLike, check_group
+from distamp.guard.ranks import Ranks
 from distamp.module_names import module_names
 from distamp.report.rows import OUTSIDE
 
@@ -34,11 +36,14 @@ __all__ = [
     "Frame",
     "Kernel",
     "Owner",
+    "begin_call",
     "elements_of",
     "every_rank",
+    "global_ranks",
     "group_of",
     "held_by",
     "inside_compiled_ones",
+    "is_first_rank",
     "local_of",
     "raised_on_every_rank",
     "shape_of",
@@ -474,42 +479,80 @@ def inside_compiled_ones(model: nn.Module) -> set[nn.Module]:
     return inside
 
 
-def every_rank(own: Any) -> list[Any]:
-    """What every rank has, in order."""
-    gathered: list[Any] = [own]
-    if dist.is_available() and dist.is_initialized():
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+def every_rank(value: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the value of every rank, in order; that of a process alone where there is no group.
+
+    Collective: every rank of `process_group` must call this.
+    """
+    if process_group is None:
+        return [value]
+    gathered: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(gathered, value, group=process_group)
     return gathered
 
 
+def begin_call(name: str, process_group: GroupLike) -> dist.ProcessGroup | None:
+    """Return the process group of a call that every rank makes; None for a process alone.
+
+    Collective: every rank of `process_group` must call this. It begins with the message that all
+    calls of a guard or scaler send, so that it raises beside another call too.
+
+    Raises:
+        LockstepError: Ranks make different calls.
+    """
+    check_group(process_group)
+    group = Ranks(process_group).announce(name)
+    return None if group is None else group.process_group
+
+
+def global_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
+    """Return the numbers in the default group of the ranks of a group, in its order."""
+    return [0] if process_group is None else dist.get_process_group_ranks(process_group)
+
+
+def is_first_rank(process_group: dist.ProcessGroup | None) -> bool:
+    """Return whether this rank logs for all ranks of a group."""
+    return process_group is None or process_group.rank() == 0
+
+
 @contextmanager
-def raised_on_every_rank(what: str) -> Iterator[None]:
-    """Raise on every rank where the block raises on one; ``what`` it is, for the others."""
+def raised_on_every_rank(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise on every rank if the block raises on one rank.
+
+    Collective: every rank of `process_group` must call this.
+
+    Args:
+        what: The block, in the message that the other ranks raise.
+        process_group: The ranks.
+    """
     try:
         yield
     except Exception as error:
-        _tell(f"{type(error).__name__}: {error}")
+        _exchange_errors(f"{type(error).__name__}: {error}", process_group)
         raise
-    raised = _tell("")
+    raised = _exchange_errors("", process_group)
     if raised:
         raise DistampError(f"{what} raised on {', '.join(raised)}")
 
 
-def _tell(error: str) -> list[str]:
-    """Tell all ranks by the store how the step ended here; hear it of all, unless it failed.
+def _exchange_errors(error: str, process_group: dist.ProcessGroup | None) -> list[str]:
+    """Write to the store how a block ended here; return the errors of all ranks, unless it failed.
 
-    No collective: where a step fails on one rank, others may stand in one of its own.
+    A collective would hang: if a step fails on one rank, the others may wait in one of their own.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if process_group is None:
         return []
     store: Any = dist.distributed_c10d._get_default_store()
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    call = store.add(f"distamp.raised/{rank}", 1)
-    store.set(f"distamp.raised/{call}/{rank}", f"{error} ")
-    heard = [] if error else [store.get(f"distamp.raised/{call}/{each}") for each in ranks]
-    said = [(each, text.decode().strip()) for each, text in enumerate(heard)]
-    return [f"rank {each}: {text}" for each, text in said if text]
+    prefix, rank = f"distamp.raised/{process_group.group_name}", dist.get_rank()
+    call = store.add(f"{prefix}/{rank}", 1)
+    store.set(f"{prefix}/{call}/{rank}", f"{error} ")
+    raised = []
+    if not error:
+        for other in global_ranks(process_group):
+            text = store.get(f"{prefix}/{call}/{other}").decode().strip()
+            if text:
+                raised.append(f"rank {other}: {text}")
+    return raised
 
 
 def group_of(arguments: Iterable[Any]) -> Any:

@@ -16,10 +16,10 @@ from distamp.report.following import (
     Kernel,
     Owner,
     held_by,
+    shape_of,
     storage_of,
     tensors_in,
 )
-from distamp.report.following import Follower, Kernel, shape_of, tensors_in
 from distamp.report.rows import OpRow, PrecisionReport, short
 
 __all__ = ["precision_report"]
@@ -106,6 +106,7 @@ class _Recorder(Follower):
             if parameter.grad is not None and storage_of(parameter.grad) == storage:
                 return module
         return None
+
     def notes(self) -> tuple[str, ...]:
         """Return what the report cannot promise, a sentence each."""
         return (_RAN_EAGERLY,) if self.ran_compiled else ()

@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.groups import GroupLike, resolve
 from distamp.module_names import module_names
 from distamp.report.following import (
+    begin_call,
     every_rank,
     held_by,
+    is_first_rank,
     local_of,
     raised_on_every_rank,
     tensors_in,
@@ -115,16 +118,19 @@ def _hooks_with_a_state(model: DistributedDataParallel) -> list[str]:
     return [getattr(hook, "__name__", "?") for hook, own in hooks if not isinstance(own, stateless)]
 
 
-def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | None:
+def first_nonfinite(
+    step: Callable[[], Any], model: nn.Module, *, process_group: GroupLike = None
+) -> NonFinite | None:
     """Find where the first NaN or inf of a step is born, by running the step again.
 
     ``torch.autograd.set_detect_anomaly`` raises in the first backward function that returns a NaN;
     this names the operation that made the first one, in forward or backward, on which rank.
-    Every rank calls it with the same step. It runs the step two to four times, and leaves every
-    gradient None. States of random numbers and buffers are put back. Compiled code runs eagerly
-    under watch, and once before as it is: a compiled step that is finite has no answer, also if its
-    eager replay overflows, which is logged. DDP's communication hooks that have a state are left
-    out, as it would move.
+    It runs the step two to four times, and leaves every gradient None. States of random numbers and
+    buffers are put back. Compiled code runs once compiled and then eagerly: a compiled step that is
+    finite has no answer, also if its eager replay overflows, which is logged. DDP's communication
+    hooks that have a state are left out, as it would move.
+
+    Collective: every rank of `process_group` must call this. Each passes the same step.
 
     ::
 
@@ -138,6 +144,7 @@ def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | No
         step: Runs forward and backward passes and nothing else, with the same batches each time.
             What it returns counts as losses.
         model: Whose modules it runs, as it is wrapped.
+        process_group: The ranks that train the model. None is the default group.
 
     Returns:
         Where it was born, the same on every rank; None if all losses and gradients are finite.
@@ -146,14 +153,18 @@ def first_nonfinite(step: Callable[[], Any], model: nn.Module) -> NonFinite | No
 
     Raises:
         TypeError: ``model`` is not a module, or ``step`` cannot be called.
+        LockstepError: Another rank makes another call.
         DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
     """
-    if not isinstance(model, nn.Module) or not callable(step):
-        raise TypeError(
-            "first_nonfinite takes a function that runs forward and backward, and the model, a "
-            f"torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
-        )
-    return _search(step, model, _Kept(model), (), False)
+    group = begin_call("first_nonfinite()", process_group)
+    with raised_on_every_rank("first_nonfinite()", group):
+        if not isinstance(model, nn.Module) or not callable(step):
+            raise TypeError(
+                "first_nonfinite takes a function that runs forward and backward, and the model, a "
+                f"torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
+            )
+        kept = _Kept(model)
+    return _search(step, model, kept, (), False, group)
 
 
 class StepReplay:
@@ -175,7 +186,8 @@ class StepReplay:
     It is replayed where it was skipped and nothing scales the loss, or a gradient has a NaN, or
     three steps in a row were skipped; once in a row of skipped steps. The answer is logged as
     ``distamp.report`` at WARNING. While a step is kept, ``update`` reads the flag on the host,
-    which waits for a device. Every rank keeps its step.
+    which waits for a device. Every rank of the guard or scaler keeps its step: the replay
+    is over its ``process_group``.
 
     Args:
         model: As it is wrapped.
@@ -202,15 +214,23 @@ class StepReplay:
         self._kept = step, _Kept(self._model), versions
 
     def step_ended(
-        self, skipped: Callable[[], bool], scaled: bool, stepped: Sequence[Tensor]
+        self,
+        skipped: Callable[[], bool],
+        scaled: bool,
+        stepped: Sequence[Tensor],
+        process_group: GroupLike = None,
     ) -> None:
         """Replay what was kept, if it was skipped as it should not be.
+
+        Collective: every rank of `process_group` must call this.
 
         Args:
             skipped: Reads whether any optimizer skipped its step, the same on every rank.
             scaled: Whether a loss is scaled: then some steps are skipped for its overflow.
             stepped: What optimizers step: masters have taken the model's gradients.
+            process_group: The ranks of the guard or scaler.
         """
+        group = resolve(process_group)
         if self._kept is None:
             return
         (step, kept, versions), self._kept = self._kept, None
@@ -221,22 +241,24 @@ class StepReplay:
             taken = [each.grad for each in stepped if each.grad is not None]
             gradients = taken + [gradient for _, gradient in _gradients(self._model)]
             nan = any(range_of("", local_of(each)).is_nan for each in gradients)
-            if any(every_rank(nan or not scaled or self._skips >= 3)):
+            if any(every_rank(nan or not scaled or self._skips >= 3, group)):
                 mine = any(_version(each) != version for each, version in versions)
-                changed = any(every_rank(mine))
+                changed = any(every_rank(mine, group))
                 notes = ["a batch was changed in place since the step was kept"] * changed
                 self._skips = -1
-                self.found = _search(step, self._model, kept, notes, True)
-                if not dist.is_initialized() or dist.get_rank() == 0:
+                self.found = _search(step, self._model, kept, notes, True, group)
+                if is_first_rank(group):
                     _log.warning("a step was skipped: %s", self.found)
 
 
-def _runs_finite(step: Callable[[], Any], model: nn.Module, kept: _Kept) -> bool:
+def _runs_finite(
+    step: Callable[[], Any], model: nn.Module, kept: _Kept, group: dist.ProcessGroup | None
+) -> bool:
     """Run the step without a watch; return whether it is finite on every rank."""
-    kept.put_back()
-    with raised_on_every_rank("the step that is replayed"):
+    with raised_on_every_rank("the step that is replayed", group):
+        kept.put_back()
         is_finite = _run(step, model, None)
-    return all(every_rank(is_finite))
+    return all(every_rank(is_finite, group))
 
 
 def _search(
@@ -245,8 +267,12 @@ def _search(
     kept: _Kept,
     notes: Sequence[str],
     was_skipped: bool,
+    group: dist.ProcessGroup | None,
 ) -> NonFinite | None:
-    """Replay a step from what was kept; say ``notes`` in the answer."""
+    """Replay a step from what was kept; say ``notes`` in the answer.
+
+    Collective: every rank of ``group`` must call this.
+    """
     now = _Kept(model)
     finite = not was_skipped and all(
         range_of("", local_of(it)).finite for _, it in _gradients(model)
@@ -256,16 +282,17 @@ def _search(
     ran_compiled = False
     runs_finite: bool | None = None
     try:
-        if any(every_rank("torch._dynamo" in sys.modules)):
+        if any(every_rank("torch._dynamo" in sys.modules, group)):
             # Compiled code runs before its eager replay: under a function mode torch.compile would
             # give up a function that it has not compiled yet.
-            runs_finite = _runs_finite(step, model, kept)
+            runs_finite = _runs_finite(step, model, kept, group)
         for _ in range(3):
-            kept.put_back()
-            watch = Watch(model)
-            with raised_on_every_rank("the step that is replayed"):
+            with raised_on_every_rank("the step that is replayed", group):
+                kept.put_back()
+                watch = Watch(model)
                 _run(step, model, watch)
-            everyone = every_rank((watch.fed, watch.reached, watch.total, watch.ran_compiled))
+            answer = watch.fed, watch.reached, watch.total, watch.ran_compiled
+            everyone = every_rank(answer, group)
             found.append(first_of([each[:2] for each in everyone]))
             totals.append([each[2] for each in everyone])
             ran_compiled |= any(each[3] for each in everyone)
@@ -273,9 +300,9 @@ def _search(
             if found[-1] is None or totals[-1] in totals[:-1]:
                 break
         if found[0] is None and runs_finite is None:
-            runs_finite = _runs_finite(step, model, kept)
+            runs_finite = _runs_finite(step, model, kept, group)
         if found[0] is None or ran_compiled:
-            finite = all(every_rank(finite)) and runs_finite is True
+            finite = all(every_rank(finite, group)) and runs_finite is True
     finally:
         now.put_back()
         _drop_gradients(model)
@@ -286,7 +313,7 @@ def _search(
     if found[0] is not None and ran_compiled and runs_finite:
         # The eager run overflowed, and it is not the step that trains.
         sentence = f"the compiled step was finite. Its eager replay was not: {found[0].sentence()}"
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first_rank(group):
             _log.warning("%s", sentence)
         notes.append(sentence)
         return None if finite else NonFinite("unseen", notes=tuple(notes))

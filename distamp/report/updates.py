@@ -79,8 +79,8 @@ def lost_updates(
         if parameter.dtype not in _HALF:
             measured.append((parameter, *_count_rounded_away(old, _elements(parameter), dtype)))
     recorder.raise_if_unmeasured([(p, old) for p, old in before if p.dtype in _HALF])
-    for parameter, lost, updated in measured:
-        for name in names[id(parameter)]:
+    for tensor, lost, updated in measured:
+        for name in names[id(tensor)]:
             counts[name][0] += lost
             counts[name][1] += updated
     # Modules in the order of the model.

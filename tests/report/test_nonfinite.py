@@ -302,6 +302,13 @@ class Scaled(nn.Module):
         return ((self.inner(x) * 300.0).half() * 300.0).float() / 90000.0
 
 
+class Affine(Scaled):
+    """Finite, unless its compiler spoils it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1.0
+
+
 def without_casts(graph: Any, inputs: Any) -> Any:
     """A compiler that keeps what it fuses in float32, like inductor."""
     for node in graph.graph.nodes:
@@ -340,7 +347,7 @@ def test_a_step_that_only_its_compiler_spoils_is_unseen_and_compilation_is_named
     def spoil(graph: Any, inputs: Any) -> Any:
         return lambda *given: [each * INF for each in graph.forward(*given)]
 
-    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    model, x = Affine(), torch.ones(2, 8)
     call = compiled(model, how, spoil)
     found = distamp.first_nonfinite(lambda: call(x).square().mean().backward(), model)
     assert found is not None
