@@ -143,7 +143,7 @@ def test_the_half_precision_among_the_inputs_is_that_of_the_output(name, compile
     if compiled:
         block.compile(backend="aot_eager")
     assert call(block).dtype is dtype
-    with torch.autocast("cpu"):
+    with autocast("cpu"):
         assert call(block).dtype is FP32
     assert call(pin_precision(block, "fp32:keep")).dtype is FP32
 
