@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {*FOUNDATION, "autocast", "groups", "guard", "masters", "fsdp_params", "optimizers"},
     "guard": {*FOUNDATION, *GRADIENTS, "groups", "clipping"},
     "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "guard", "masters"},
-    "comm_hooks": {*FOUNDATION, "host"},
+    "comm_hooks": {*FOUNDATION, "host", "fsdp_params"},
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},

@@ -25,6 +25,7 @@ from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
 from distamp.comm_hooks.plans import Plan
 from distamp.comm_hooks.state import NO_FEWER, UNEVEN, CommHookState
 from distamp.comm_hooks.wrapped import Tables, Wrapped
+from distamp.fsdp_params import sharded_params
 
 __all__ = ["WireAllGather", "WireReduceScatter", "wrapped"]
 
@@ -252,7 +253,9 @@ def _attach(
     tables: Tables,
 ) -> None:
     """Fill torch's hook points: through the wire of ``state``, or as torch would."""
-    state.name_parameters(model.named_parameters())
+    named = dict(model.named_parameters())
+    # A forward pass before this call leaves parameters gathered, and buckets are of shards.
+    state.name_parameters(zip(named, sharded_params(named.values()), strict=True))
     modules = [module for module, _ in pairs]
     for module, group in pairs:
         shards, by_torch = torch_compat.mesh_groups(group)

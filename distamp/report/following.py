@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from distamp.autocast.op_names import schema_of
 from distamp.errors import DistampError
+from distamp.fsdp_params import sharded_params
 from distamp.groups import GroupLike, check_group
 from distamp.guard.ranks import Ranks
 from distamp.module_names import module_names
@@ -457,13 +458,22 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def held_by(names: dict[nn.Module, str]) -> list[tuple[str, str, nn.Module, Tensor]]:
-    """Parameters and buffers of modules: which of the two, name, module, tensor."""
+    """Return the kind, name, module and tensor of each parameter and buffer of modules.
+
+    A forward pass without a backward pass leaves parameters of FSDP2 gathered. Their shards, which
+    have the gradients, are returned in their place.
+    """
     kinds = (("parameter", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers))
-    return [
+    held = [
         (kind, f"{name}.{leaf}".lstrip("."), module, tensor)
         for module, name in names.items()
         for kind, named in kinds
         for leaf, tensor in named(module, recurse=False)
+    ]
+    shards = sharded_params(tensor for _, _, _, tensor in held)
+    return [
+        (kind, name, module, shard)
+        for (kind, name, module, _), shard in zip(held, shards, strict=True)
     ]
 
 

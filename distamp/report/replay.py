@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.fsdp_params import sharded_params
 from distamp.groups import GroupLike, resolve
 from distamp.module_names import module_names
 from distamp.report.following import (
@@ -107,7 +108,7 @@ def _ddp_in(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def _drop_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
+    for parameter in sharded_params(model.parameters()):
         parameter.grad = None
 
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from distamp.errors import SettingError
+from distamp.fsdp_params import sharded_params
 from distamp.masters import masters_of
 from distamp.module_names import module_names
 from distamp.optimizers import (
@@ -66,9 +67,10 @@ def lost_updates(
     """
     names: dict[int, list[str]] = defaultdict(list)
     for module, name in module_names(model).items():
-        for parameter in module.parameters(recurse=False):
+        # Shards, which the optimizer steps, although FSDP2 may have parameters gathered.
+        for parameter in sharded_params(module.parameters(recurse=False)):
             names[id(parameter)].append(name)
-    parameters = [each for each in model.parameters() if _has_rounding(each)]
+    parameters = [each for each in sharded_params(model.parameters()) if _has_rounding(each)]
     before = [(each, _elements(each).clone()) for each in parameters]
     recorder = _UpdateRecorder([each for each in parameters if each.dtype in _HALF])
     with recorder.recording(), torch.enable_grad():
@@ -98,7 +100,7 @@ class _UpdateRecorder:
         lost: Parameter, number of lost updates, and number of updates that are not zero.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[Tensor]) -> None:
         self.lost: list[tuple[Tensor, int, int]] = []
         self._parameters = {id(each): each for each in parameters}
         self._covered: set[int] = set()
@@ -120,7 +122,7 @@ class _UpdateRecorder:
             for hook in hooks:
                 hook.remove()
 
-    def raise_if_unmeasured(self, before: list[tuple[nn.Parameter, Tensor]]) -> None:
+    def raise_if_unmeasured(self, before: list[tuple[Tensor, Tensor]]) -> None:
         """Raise for half precision parameters whose update is unknown.
 
         Args:

@@ -231,6 +231,24 @@ def test_weights_of_several_dtypes_are_gathered_as_they_are_and_counted():
 
 
 @on_ranks(2)
+def test_a_hook_that_is_registered_on_gathered_parameters_names_its_residuals():
+    """A forward pass alone leaves the parameters of the root gathered."""
+
+    def residual_names(gathers: bool) -> set[str]:
+        model = sharded()
+        if gathers:
+            with torch.no_grad():
+                loss_of(model, 0)
+        state = register(model, "int8")
+        loss_of(model, 0).backward()
+        return set(state.state_dict()["residuals"])
+
+    expected = residual_names(gathers=False)
+    assert expected
+    assert residual_names(gathers=True) == expected
+
+
+@on_ranks(2)
 def test_residuals_of_shards_go_on_to_the_bit_by_torchs_checkpoints(tmp_path):
     def gradients(model: Any) -> list[Tensor]:
         model.zero_grad()
