@@ -752,6 +752,10 @@ class Steps(Joins):
         except StageError:
             for one, stage in zip(ones, stages, strict=True):
                 one.record["stage"] = stage
+            if all(one.is_silent for one in ones):
+                # One rank alone may have made this step. Numbers of parameters may differ.
+                error = StageError("No rank has a gradient of what this step was given.")
+                self._guard.ranks.send_later(error)
             raise
         return company
 
@@ -1010,8 +1014,9 @@ class Steps(Joins):
         """
         ranks = self._guard.ranks
         if ranks.overflowed:
-            ranks.overflowed = False
+            # Cleared after the message, so that ranks that catch its error send the next one alike.
             ranks.announce("update()")
+            ranks.overflowed = False
 
     def _check_flags(self, new_scale: object) -> None:
         """Refuse an update before any flag is there, except one that sets the scale."""

@@ -104,6 +104,20 @@ def test_a_report_on_one_rank_meets_the_update_of_the_others(layout, by):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("by", GUARDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_catch_the_error_of_a_report_on_one_rank_train_on(layout, by):
+    training = Training(by, layout)
+    training.backward(INF)
+    training.guard.step(training.optimizer)
+    call = training.guard.overflow_report if training.odd else training.guard.update
+    assert error_of(call)[0] == "LockstepError"
+    training.guard.update()
+    training.iteration()
+    assert training.guard.step_counts(training.optimizer).taken == 2
+
+
+@on_ranks(2)
 def test_a_local_report_sends_nothing():
     training = Training()
     training.backward(INF)
@@ -291,6 +305,29 @@ def test_optimizers_that_are_all_idle_raise(max_norm):
     with pytest.raises(StageError, match=r"No rank has a gradient of .*, nor of the other 1 in"):
         training.guard.step_all(both, max_norm=max_norm)
     training.iteration()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("all_ranks", [False, True])
+@pytest.mark.parametrize("by", GUARDS)
+def test_a_step_without_gradients_that_sends_no_message_is_raised_with_the_next_one(by, all_ranks):
+    """After ``unscale_`` every rank knows that an optimizer is idle, and its step sends nothing."""
+    training = Training(by)
+    idle = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    training.backward()
+    training.guard.unscale_(training.optimizer, idle)
+    training.guard.step(training.optimizer)
+    if training.odd or all_ranks:
+        assert error_of(training.guard.step, idle)[0] == "StageError"
+    training.guard.update()
+    if all_ranks:
+        training.iteration()
+        return
+    training.backward()
+    name, text = error_of(training.guard.step, training.optimizer)
+    assert name == "StageError"
+    assert "No rank has a gradient" in text
+    assert "(raised on rank 1 in a call that sends nothing" in text
 
 
 # -- a step that raised ----------------------------------------------------------------------------
