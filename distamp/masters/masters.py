@@ -486,6 +486,9 @@ class MasterParameters(GradientSource):
         """
         if self.split and not self._joined:
             return
+        if any(pair.written()[2:] != pair.seen[2:] for pair in self._pairs.values()):
+            # The user set the masters, for example to fp32 weights that another library saved.
+            self._rebuilt = False
         rows = [pair.row for pair in self._pairs.values()]
         if self.split:
             split(rows)

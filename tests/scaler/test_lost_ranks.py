@@ -97,7 +97,7 @@ LOST: list[tuple[Any, str, str, str, str]] = [
     (_killed, "unscale", "unscale_", "", GONE),
     (_cut_off, "step", "step", GONE, GONE),
     (_cut_off, "clip", "clip_grad_norm_", GONE, GONE),
-    (_left_out, "step", "update", ALREADY, GONE),
+    (_left_out, "step", "update", ALREADY, ALREADY),
     (_left_out, "clip", "update", ALREADY, f"{ALREADY}|{GONE}"),
     (_without_memory, "step", "step", NO_MEMORY, NO_MEMORY),
     (_without_memory, "unscale", "unscale_", NO_MEMORY, NO_MEMORY),
