@@ -13,6 +13,10 @@
  *   -DGROUPS                with new groups, in which rank 0 was replaced
  *   -DLIMIT=2               max_consecutive_skips
  *   -DASKS                  any rank alone may ask for its counts before any call
+ *   -DABSENT                in any look an optimizer may have no gradient on a rank
+ *   -DFAILS                 one step of each rank may raise after the ranks have agreed to step
+ *   -DREPORTS               rank 0 alone calls overflow_report() where the others call update(), and
+ *                           DDP reduces gradients after each update()
  *   -DGROWS                 in any norm any rank may have more gradients, and ask for a comparison
  *   -DPROGRAMS              for drawing programs, no calls that stages refuse
  *   -DFAULT_...             a planted fault; each breaks an assertion, or makes ranks wait for ever
@@ -26,12 +30,23 @@
 #include "ranks.pml"
 
 /* Calls, each with the optimizers it is about: 1 the plain one, 2 the fused one, 3 both. */
-mtype = { UNSCALE_, STEP, STEP_BY_NORM, UPDATE, PROCESS_GROUP };
-mtype = { ALL_REDUCE, COMPARE, GATHER, SEE_REPLICAS, NEW_GROUP };
-/* What becomes of a step. */
+mtype = { UNSCALE_, STEP, STEP_BY_NORM, UPDATE, PROCESS_GROUP, REPORT };
+mtype = { ALL_REDUCE, COMPARE, GATHER, SEE_REPLICAS, NEW_GROUP, FIND_ABSENT, BACKWARD };
+/* What becomes of a step; of an optimizer of which no rank has a gradient, beside others or not. */
 #define TAKEN 1
 #define SKIPPED 2
 #define SPIKE 3
+#define IDLE 4
+#define ABSENT_ERROR 5
+/* The names of calls, as the digest has them. */
+#define NAME_STEP 0
+#define NAME_NORM 1
+#define NAME_UPDATE 2
+#define NAME_REPORT 3
+/* Errors that wait for a message. */
+#define NOTHING_CHECKED 1
+#define OUT_OF_ORDER 2
+#define NO_GRADIENTS 3
 
 mtype program[CALLS];
 byte over[CALLS];
@@ -46,7 +61,16 @@ typedef Own {
     bit reply_differs;
     bit reply_error;
     bit reply_asks;
+    bit reply_nobody_looked;
+    byte reply_about;       /* the optimizers of that reply, and which of them are idle */
+    byte reply_idle;
     byte outcome[2];        /* and outcomes */
+    byte idle;              /* a bit for each optimizer of which, as the host knows, no rank has a gradient */
+    bit checked[2];         /* there is a flag */
+    bit silent[2];          /* the step sent no message */
+    bit overflowed;         /* all ranks know of inf or NaN in this iteration */
+    byte unsent;            /* an error that waits for a message */
+    byte failure;           /* 1 + the optimizer whose step raised */
     byte in_a_row[2];
     mtype stage[2];
     bit found_inf[2];
@@ -56,7 +80,10 @@ Own own[RANKS];
 /* The message: a digest, and flags (a bit for each optimizer) or a norm, which is fine (0), above the
    limit (1) or not finite (2); the reply. */
 short alike[RANKS];
+byte waiting[RANKS];        /* unsent and failure, also a part of the digest */
 bit error[RANKS];
+bit looked[RANKS];
+byte lacks[RANKS];          /* a bit for each optimizer that has no gradient here */
 byte words[RANKS];
 bit sent_error[RANKS];
 bit asks[RANKS];
@@ -65,6 +92,9 @@ byte counts;
 byte total;
 bit any_error;
 bit all_alike;
+bit any_looked;
+bit all_lack;
+byte idle;
 
 /* What only the assertions know. */
 byte taken[RANKS];
@@ -76,11 +106,19 @@ byte verdict[2];
 byte in_truth[2 * RANKS];   /* skips in a row */
 bit had_error;
 bit different;
+bit owes[RANKS];            /* raised alone since the last message */
+bit has_failed[RANKS];
+bit any_failed;
+bit refuses[RANKS];         /* has an error in the order of calls that no message has sent yet */
 
 #define IS(o, what) (own[me].stage[o] == what)
 #define HAS_ERROR(i) (error[i])
 #define HAS_MORE(i) (asks[i])
-#define IS_ALIKE(i) (alike[i] == alike[0])
+#define HAS_LOOKED(i) (looked[i])
+#define LACKS_SOME(i) (lacks[i])
+#define REFUSES(i) (refuses[i] && IS_GONE(i))
+#define IS_ALIKE(i) (alike[i] == alike[0] && waiting[i] == waiting[0])
+#define OWES_THE_SAME(i) (owes[i] == owes[0])
 #define SAME_STEPS_TAKEN(i) (taken[i] == taken[0])
 
 #if RANKS == 2
@@ -96,28 +134,38 @@ inline arrived(collective) {
         any_error = ANY(HAS_ERROR);
         all_alike = ALL(IS_ALIKE);
         any_asks = ANY(HAS_MORE);
+        any_looked = ANY(HAS_LOOKED);
+        all_lack = ALL(LACKS_SOME);
         messages++;
         if
         :: all_alike && !any_error ->
-            /* Ranks that agree have taken the same steps. */
+            /* Ranks that agree have taken the same steps, */
             assert(ALL(SAME_STEPS_TAKEN));
+            /* and what one of them raised alone, all did. */
+            assert(ALL(OWES_THE_SAME));
             CLEAR(taken)
         :: else
         fi;
+        CLEAR(owes);
+        idle = 3;
         counts = 0;
         total = 0;
         i = 0;
         do
         :: i < RANKS ->
             counts = counts | words[i];
+            idle = idle & lacks[i];
             total = (words[i] > total -> words[i] : total);
             sent_error[i] = error[i];
             i++
         :: else -> break
         od;
-        CLEAR(alike); CLEAR(error); CLEAR(words); CLEAR(asks)
+        CLEAR(alike); CLEAR(error); CLEAR(words); CLEAR(asks);
+        CLEAR(waiting); CLEAR(looked); CLEAR(lacks)
     /* Counted anew: steps that differ since the last message are not seen over a new group. */
-    :: collective == NEW_GROUP && different -> CLEAR(taken)
+    :: collective == NEW_GROUP ->
+        CLEAR(owes);
+        if :: different || any_failed -> CLEAR(taken) :: else fi
     :: else
     fi
 }
@@ -162,16 +210,28 @@ inline settle() {
     :: own[me].arriving ->
         own[me].arriving = 0;
         if
-        :: own[me].reply_differs || own[me].reply_error -> compare()
+        /* Where no rank had looked, each has raised its own error in that call. */
+        :: own[me].reply_differs || own[me].reply_error ->
+            late = own[me].reply_nobody_looked;
+            reach(COMPARE);
+            if :: !late -> goto raised :: else fi
         :: else
         fi;
-        own[me].clips_agree = own[me].clips_agree && !own[me].reply_asks
+        d_step {
+            late = 0;
+            own[me].clips_agree = own[me].clips_agree && !own[me].reply_asks;
+            own[me].idle = (own[me].idle & ~own[me].reply_about) | own[me].reply_idle
+        }
     :: else
     fi;
     if
     :: own[me].outcome[FUSED] ->
         noted = own[me].outcome[FUSED];
         own[me].outcome[FUSED] = 0;
+        if
+        :: noted == ABSENT_ERROR -> goto absent
+        :: else
+        fi;
         count(FUSED, noted)
     :: else
     fi
@@ -182,13 +242,20 @@ inline exchange(name) {
     closing = about;
     settle();
     d_step {
-        alike[me] = name + 2 * about + 8 * own[me].iteration;
+        alike[me] = name + 4 * about + 16 * own[me].iteration;
 #ifndef FAULT_DIGEST_WITHOUT_LIMIT
-        alike[me] = alike[me] + 64 * value;
+        alike[me] = alike[me] + 256 * value;
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_STEPS
-        alike[me] = alike[me] + 128 * own[me].calls
+        alike[me] = alike[me] + 512 * own[me].calls;
 #endif
+#ifndef FAULT_UNSENT_IS_NOT_SENT
+        waiting[me] = own[me].unsent;
+#endif
+#ifndef FAULT_FAILURE_IS_NOT_SENT
+        waiting[me] = waiting[me] + 4 * own[me].failure;
+#endif
+        own[me].unsent = 0
     };
 #ifdef FAULT_OWN_NORM
     mine = words[me];
@@ -196,13 +263,20 @@ inline exchange(name) {
 #ifdef FAULT_SKIPS_COUNT_BY_THEIR_OWN
     mine = words[me];
 #endif
+#if defined(FAULT_OWN_ABSENCE) || defined(FAULT_WHO_LACKS_SOME_FINDS_ALONE)
+    mine = lacks[me];
+#endif
     reach(ALL_REDUCE);
+    refuses[me] = 0;
     if
     :: !ON_HOST && own[me].scales ->
         d_step {
             own[me].arriving = 1;
             own[me].reply_differs = !all_alike || any_error;
             own[me].reply_error = sent_error[me];
+            own[me].reply_nobody_looked = !any_looked;
+            own[me].reply_about = about;
+            own[me].reply_idle = about & idle;
 #ifdef FAULT_WHO_ASKS_COMPARES_ALONE
             own[me].reply_asks = asked
 #else
@@ -218,27 +292,45 @@ inline exchange(name) {
         :: all_alike && !any_error && any_asks -> compare(); own[me].clips_agree = 0
         :: else
 #endif
-        fi
+        fi;
+#ifdef ABSENT
+        /* _find_absent */
+        if
+#ifdef FAULT_WHO_LACKS_SOME_FINDS_ALONE
+        :: ON_HOST && mine && about == 3 -> reach(FIND_ABSENT)
+#else
+        :: ON_HOST && all_lack && about == 3 -> reach(FIND_ABSENT)
+#endif
+        :: else
+        fi;
+#ifdef FAULT_OWN_ABSENCE
+        own[me].idle = (own[me].idle & ~about) | (about & mine)
+#else
+        own[me].idle = (own[me].idle & ~about) | (about & idle)
+#endif
+#endif
     fi;
     own[me].scales = 1
 }
 
+/* On the host an optimizer that is idle has no flag, as torch leaves none. */
 inline hold(o, flag) {
-    own[me].found_inf[o] = flag;
+    own[me].checked[o] = !(ON_HOST && ((own[me].idle >> o) & 1));
+    own[me].found_inf[o] = flag && own[me].checked[o];
     by[2 * me + o] = messages;
     parted[2 * me + o] = any_error || !all_alike
 }
 
 /* All ranks agree on the flags. */
 inline agree() {
-    exchange(0);
+    exchange(NAME_STEP);
     d_step {
         noted = (any_error || !all_alike -> 3 : counts);
         if :: about & 1 -> hold(0, noted & 1) :: else fi;
         if :: about & 2 -> hold(1, (noted >> 1) & 1) :: else fi
     };
     if
-    :: noted && ON_HOST -> reach(GATHER)
+    :: noted && ON_HOST -> own[me].overflowed = 1; reach(GATHER)
     :: else
     fi;
     closing = 0
@@ -246,7 +338,7 @@ inline agree() {
 
 /* All ranks agree on a norm over all that the call is about: skip it, or step it. */
 inline agree_on_norm() {
-    exchange(1);
+    exchange(NAME_NORM);
     d_step {
 #ifdef FAULT_OWN_NORM
         norm = mine;
@@ -274,7 +366,7 @@ inline agree_on_norm() {
     :: else
     fi;
     if
-    :: norm == 2 && ON_HOST -> reach(GATHER)
+    :: norm == 2 && ON_HOST -> own[me].overflowed = 1; reach(GATHER)
     :: else
     fi;
     closing = 0;
@@ -291,15 +383,36 @@ inline agree_on_norm() {
         if :: about & 2 -> hold(1, norm == 2) :: else fi;
 #endif
         /* One norm over both: none is stepped beside one that is skipped. */
-        assert(about != 3 || own[me].found_inf[0] == own[me].found_inf[1])
+        assert(about != 3 || own[me].found_inf[0] == own[me].found_inf[1] ||
+               !own[me].checked[0] || !own[me].checked[1])
     }
 }
 
 /* A call that stages refuse: its error travels with the message that the others wait for. On a device
    this rank raises it at once, and the others at their next call. */
 inline refuse(name) {
-    d_step { about = 0; words[me] = 0; error[me] = 1 };
+    d_step { words[me] = 0; error[me] = 1; looked[me] = 0; lacks[me] = 0 };
+#ifdef FAULT_ORDER_IS_RAISED_ALONE
+    d_step { error[me] = 0; refuses[me] = 1 };
+    goto alone;
+#endif
+    refuses[me] = 1;
     exchange(name);
+    d_step {
+        /* On a device what is not stepped yet skips. */
+        if :: (about & 1) && !IS(0, STEPPED) -> own[me].stage[0] = UNSCALED; hold(0, 1) :: else fi;
+        if :: (about & 2) && !IS(1, STEPPED) -> own[me].stage[1] = UNSCALED; hold(1, 1) :: else fi
+    };
+    goto alone
+}
+
+/* An error of a call that sends no message: the next message has it. Before the first message over a
+   group there is nothing that it could wait for. */
+inline send_later(what) {
+    if
+    :: own[me].scales -> d_step { own[me].unsent = what; owes[me] = 1 }
+    :: else
+    fi;
     goto alone
 }
 
@@ -311,6 +424,10 @@ inline look(kinds) {
     atomic {
         words[me] = 0;
         error[me] = 0;
+        looked[me] = 1;
+        own[me].idle = own[me].idle & ~about;
+        own[me].reply_about = own[me].reply_about & ~about;
+        own[me].reply_idle = own[me].reply_idle & ~about;
         if
         :: words[me] = 0
         :: words[me] = 1
@@ -318,20 +435,37 @@ inline look(kinds) {
         :: kinds > 3 -> words[me] = 3
         fi;
         words[me] = (kinds == 2 && about == 2 -> 2 * words[me] : words[me]);
+#ifdef ABSENT
+        if
+        :: lacks[me] = 0
+        :: lacks[me] = about
+        :: about == 3 -> lacks[me] = 1
+        :: about == 3 -> lacks[me] = 2
+        fi;
+        words[me] = (kinds == 3 -> (lacks[me] == about -> 0 : words[me]) : words[me] & ~lacks[me]);
+#endif
 #ifdef ERROR
         if
-        :: !had_error && FITS(position[me] > 3) -> had_error = 1; error[me] = 1; words[me] = 0
+        :: !had_error && FITS(position[me] > 3) -> had_error = 1; error[me] = 1; words[me] = 0; lacks[me] = 0
         :: skip
         fi;
 #endif
-        printf("%d found %d error %d\n", me, words[me], error[me])
+        printf("%d found %d error %d lacks %d\n", me, words[me], error[me], lacks[me])
     }
 }
 
 inline close() {
     d_step {
-        if :: closing & 1 -> own[me].stage[0] = STEPPED; own[me].found_inf[0] = 1 :: else fi;
-        if :: closing & 2 -> own[me].stage[1] = STEPPED; own[me].found_inf[1] = 1 :: else fi;
+        if
+        :: closing & any_looked & !IS(0, STEPPED) ->
+            own[me].stage[0] = STEPPED; own[me].found_inf[0] = 1; own[me].checked[0] = 1
+        :: else
+        fi;
+        if
+        :: (closing >> 1) & any_looked & !IS(1, STEPPED) ->
+            own[me].stage[1] = STEPPED; own[me].found_inf[1] = 1; own[me].checked[1] = 1
+        :: else
+        fi;
         closing = 0
     }
 }
@@ -346,16 +480,37 @@ inline unscale() {
     if :: about & 1 -> own[me].stage[0] = UNSCALED :: else fi
 }
 
-/* Step by the flag, or skip. */
+/* Step by the flag, or skip, or do nothing for an optimizer that is idle beside others. */
 inline apply(o, spikes) {
     if
-    :: o == PLAIN -> settle()                       /* settle_with_others */
+    :: o == PLAIN && !(ON_HOST && ((own[me].idle >> o) & 1)) -> settle()    /* settle_with_others */
     :: else
     fi;
+    noted = ((own[me].idle >> o) & 1 -> IDLE :
+             (own[me].found_inf[o] -> SKIPPED : (spikes -> SPIKE : TAKEN)));
+    if
+    :: !ON_HOST || noted != IDLE -> d_step {
+        own[me].calls = (own[me].calls + (o == PLAIN -> 1 : 4)) % 16 }
+    :: else
+    fi;
+    if
+    :: !ON_HOST && noted == IDLE && (left & ~own[me].idle) == 0 -> goto absent
+    :: else
+    fi;
+#ifdef FAILS
+    if
+    :: noted == TAKEN && !has_failed[me] ->
+        has_failed[me] = 1;
+        any_failed = 1;
+        own[me].failure = 1 + o;
+        printf("%d fails %d\n", me, o);
+        goto alone
+    :: skip
+    fi;
+#endif
     d_step {
         /* What ranks differed in, or one could not look at, steps nothing. */
-        assert(own[me].found_inf[o] || !parted[2 * me + o]);
-        noted = (own[me].found_inf[o] -> SKIPPED : (spikes -> SPIKE : TAKEN));
+        assert(noted == IDLE || own[me].found_inf[o] || !parted[2 * me + o]);
         if
         :: verdict_by[o] == by[2 * me + o] ->
             /* No rank steps where another skips. */
@@ -369,16 +524,26 @@ inline apply(o, spikes) {
         :: noted == SKIPPED -> in_truth[2 * me + o]++
         :: else
         fi;
-        own[me].stage[o] = STEPPED;
-        own[me].calls = (own[me].calls + (o == PLAIN -> 1 : 4)) % 16
+        own[me].stage[o] = STEPPED
     };
-    printf("%d stepped %d taken %d scale 0\n", me, o, noted == TAKEN);
+    if
+    :: noted != IDLE -> printf("%d stepped %d taken %d scale 0\n", me, o, noted == TAKEN)
+    :: else
+    fi;
 #ifdef FAULT_SKIPS_COUNT_BY_THEIR_OWN
     noted = (noted == SKIPPED && !mine -> TAKEN : noted);
 #endif
     if
     :: !ON_HOST && o == FUSED ->
-#ifdef LIMIT
+#ifdef ABSENT
+        /* Whether it is idle, the host learns from the reply. */
+        if
+        :: own[me].arriving && (own[me].reply_idle & 2) && left == 2 -> noted = ABSENT_ERROR
+        :: own[me].arriving && (own[me].reply_idle & 2) && left == 3 -> noted = IDLE
+        :: else
+        fi;
+#endif
+#if defined(LIMIT) || defined(ABSENT)
         own[me].outcome[o] = noted
 #else
         skip
@@ -390,8 +555,39 @@ inline apply(o, spikes) {
 inline reset(o) {
     own[me].stage[o] = READY;
     own[me].found_inf[o] = 0;
+    own[me].checked[o] = 0;
+    own[me].silent[o] = 0;
     by[2 * me + o] = 0;
     parted[2 * me + o] = 0
+}
+
+/* A step of optimizers of which no rank has a gradient, as far as the host knows. Where it sent no
+   message, the others may be elsewhere. */
+inline refuse_absent() {
+#ifdef ABSENT
+    if
+    :: left && (left & ~own[me].idle) == 0 ->
+        set_stage(about, READY);
+#ifndef FAULT_ABSENT_IS_RAISED_ALONE
+        if
+        :: call == STEP && about == 0 -> send_later(NO_GRADIENTS)
+        :: else
+        fi;
+#else
+        owes[me] = (call == STEP && about == 0);
+#endif
+        goto absent
+    :: else
+    fi
+#else
+    skip
+#endif
+}
+
+/* Make sure that every rank makes this call. */
+inline announce(name) {
+    d_step { about = 0; words[me] = 0; error[me] = 0; looked[me] = 1; lacks[me] = 0 };
+    exchange(name)
 }
 
 /* -- one rank ---------------------------------------------------------------------------------- */
@@ -409,7 +605,7 @@ inline choose(mine) {
         :: FITS(!IS(0, STEPPED)) -> program[mine] = STEP_BY_NORM; over[mine] = 1
         :: FITS(!IS(1, STEPPED)) -> program[mine] = STEP_BY_NORM; over[mine] = 2
         :: FITS(!IS(0, STEPPED) && !IS(1, STEPPED)) -> program[mine] = STEP_BY_NORM; over[mine] = 3
-        :: FITS(!IS(0, READY) || !IS(1, READY)) -> program[mine] = UPDATE
+        :: FITS(own[me].checked[0] || own[me].checked[1]) -> program[mine] = UPDATE
 #ifdef GROUPS
         :: program[mine] = PROCESS_GROUP
 #endif
@@ -424,6 +620,13 @@ inline choose(mine) {
 /* One rank does something else, once. */
 inline differ() {
     if
+#ifdef REPORTS
+    :: me == 0 && !different && call == UPDATE && ON_HOST && own[me].overflowed ->
+        if
+        :: skip
+        :: different = 1; call = REPORT                                  /* reports alone */
+        fi
+#else
     :: me == 0 && !different ->
         if
         :: skip
@@ -436,17 +639,17 @@ inline differ() {
             :: call == STEP_BY_NORM -> value = 1                         /* by another limit */
             fi
         fi
+#endif
     :: else
     fi
 }
 
 proctype Rank(byte me) {
     byte about, closing, noted, norm, value, i, left;
-    bit before, asked;
-#ifdef FAULT_OWN_NORM
-    byte mine;
-#endif
-#ifdef FAULT_SKIPS_COUNT_BY_THEIR_OWN
+    byte ready;
+    bit before, asked, late;
+#if defined(FAULT_OWN_NORM) || defined(FAULT_SKIPS_COUNT_BY_THEIR_OWN) || \
+    defined(FAULT_OWN_ABSENCE) || defined(FAULT_WHO_LACKS_SOME_FINDS_ALONE)
     byte mine;
 #endif
     mtype call, where;
@@ -455,7 +658,8 @@ proctype Rank(byte me) {
     atomic {
     skip;
 next:
-        closing = 0; noted = 0; norm = 0; before = 0; call = 0; about = 0; value = 0; left = 0; where = 0; asked = 0;
+        closing = 0; noted = 0; norm = 0; before = 0; call = 0; about = 0; value = 0; left = 0; where = 0; asked = 0; late = 0;
+        ready = 0;
         if
         :: position[me] == CALLS -> goto ended
         :: else
@@ -472,7 +676,7 @@ next:
         :: skip
         fi;
 #endif
-#ifdef DIFFERS
+#if defined(DIFFERS) || defined(REPORTS)
         differ();
 #endif
         if
@@ -483,7 +687,7 @@ next:
     if
     :: call == UNSCALE_ ->
         if
-        :: ((about & 1) && !IS(0, READY)) || ((about & 2) && !IS(1, READY)) -> refuse(0)
+        :: ((about & 1) && !IS(0, READY)) || ((about & 2) && !IS(1, READY)) -> refuse(NAME_STEP)
         :: else
         fi;
         set_stage(about, UNSCALED);
@@ -493,23 +697,35 @@ next:
     :: call == STEP ->
         left = about;
         if
-        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) -> refuse(0)
+        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) ->
+            if
+            :: (!(about & 1) || own[me].silent[0] || IS(0, UNSCALED)) &&
+               (!(about & 2) || own[me].silent[1] || IS(1, UNSCALED)) -> send_later(OUT_OF_ORDER)
+            :: else -> refuse(NAME_STEP)
+            fi
         :: else
         fi;
         if :: !IS(0, READY) -> about = about & 2 :: else fi;
         if :: !IS(1, READY) -> about = about & 1 :: else fi;
+        if :: left & 1 -> own[me].silent[0] = !about :: else fi;
+        if :: left & 2 -> own[me].silent[1] = !about :: else fi;
         if
         :: about -> unscale(); look((about == 3 -> 4 : 2)); agree()
         :: else
         fi;
+        refuse_absent();
         if :: left & 1 -> apply(PLAIN, 0) :: else fi;
         if :: left & 2 -> apply(FUSED, 0) :: else fi
 
     :: call == STEP_BY_NORM ->
+        left = about;
         if
-        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) -> refuse(1)
+        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) -> refuse(NAME_NORM)
         :: else
         fi;
+        if :: about & 1 -> own[me].silent[0] = 0 :: else fi;
+        if :: about & 2 -> own[me].silent[1] = 0 :: else fi;
+        ready = (IS(0, READY) -> about & 1 : 0);
         before = (((about & 1) && IS(0, UNSCALED) && own[me].found_inf[0]) ||
                   ((about & 2) && IS(1, UNSCALED) && own[me].found_inf[1]));
         unscale();
@@ -525,14 +741,36 @@ next:
         asks[me] = asked;
 #endif
         agree_on_norm();
+        about = ready;
+        refuse_absent();
+        about = left;
         if :: about & 1 -> apply(PLAIN, norm == 1) :: else fi;
         if :: about & 2 -> apply(FUSED, norm == 1) :: else fi
 
     :: call == UPDATE ->
         if
-        :: IS(0, READY) && IS(1, READY) -> goto alone
+        /* Where one rank alone may have called overflow_report(), as all know. */
+#ifndef FAULT_UPDATE_SENDS_NOTHING
+        :: own[me].overflowed ->
+#ifdef FAULT_OVERFLOWED_IS_FORGOTTEN_FIRST
+            own[me].overflowed = 0;
+#endif
+            announce(NAME_UPDATE);
+            own[me].overflowed = 0
+#endif
+        :: else
+        fi;
+        if
+        :: !own[me].checked[0] && !own[me].checked[1] -> send_later(NOTHING_CHECKED)
         :: else -> d_step { reset(0); reset(1); own[me].iteration++ }
-        fi
+        fi;
+#ifdef REPORTS
+        reach(BACKWARD)
+#endif
+
+    :: call == REPORT ->
+        announce(NAME_REPORT);
+        reach(GATHER)
 
     :: call == PROCESS_GROUP ->
         settle();
@@ -541,6 +779,9 @@ next:
             own[me].scales = 0;
             own[me].iteration = 0;
             own[me].calls = 0;
+            own[me].overflowed = 0;
+            own[me].unsent = 0;
+            own[me].failure = 0;
 #ifdef FAULT_CLIPS_AGREE_KEPT_IN_A_NEW_GROUP
             own[me].clips_agree = own[me].clips_agree && me != 0
 #else
@@ -552,21 +793,28 @@ next:
 
 lost:
     printf("%d lost\n", me);
-    /* A rank may lose its peers only where one of them did something else. */
-    assert(different);
+    /* A rank may lose its peers only where one of them did something else, or raised as it stepped; */
+    assert(different || any_failed);
+    /* on the host not for an error in the order of calls. */
+    assert(!ON_HOST || where != ALL_REDUCE || !(ANY(REFUSES)));
+    refuses[me] = 0;
     at[me] = 0;
     status[me] = RAISED;
     goto end;
 
 alone:
     printf("%d alone\n", me);
+#ifdef CATCHES
+    goto next;
+#else
     status[me] = RAISED;
     goto end;
+#endif
 
 raised:
     printf("%d raised\n", me);
     /* No rank raises where all do the same. */
-    assert(different || any_error);
+    assert(different || any_error || any_failed);
 #ifdef CATCHES
     close();
     goto next;
@@ -575,6 +823,7 @@ raised:
     goto end;
 #endif
 
+absent:
 limit:
     printf("%d raised\n", me);
 #ifdef CATCHES
@@ -589,7 +838,7 @@ ended:
     d_step {
         status[me] = ENDED;
         if
-        :: ALL(HAS_ENDED) && !different -> assert(ALL(SAME_STEPS_TAKEN))
+        :: ALL(HAS_ENDED) && !different && !any_failed -> assert(ALL(SAME_STEPS_TAKEN))
         :: else
         fi
     };

@@ -34,6 +34,9 @@ DRAWN = (
     ("guard", 2, "CALLS=9 ERROR"),
     ("guard", 2, "CALLS=9 LIMIT=2"),
     ("guard", 3, "CALLS=9 ERROR"),
+    ("guard", 2, "CALLS=9 ABSENT"),
+    ("guard", 2, "CALLS=9 FAILS CATCHES"),
+    ("scaler", 2, "CALLS=9 FAILS CATCHES"),
 )
 COUNT = 6
 
@@ -51,6 +54,8 @@ class Call:
         value: What a scale is set to.
         found: A bit for each optimizer that overflows; of a norm, 1 for a large one, 2 for NaN.
         error: Whether this rank cannot look.
+        lacks: A bit for each optimizer that has no gradient here.
+        fails: A bit for each optimizer whose step raises here.
     """
 
     name: str
@@ -58,15 +63,23 @@ class Call:
     value: int
     found: int = 0
     error: bool = False
+    lacks: int = 0
+    fails: int = 0
 
 
 @dataclass
 class Program:
-    """What one rank does: its calls, and of each step the optimizer, whether taken, the scale."""
+    """The calls of one rank and their outcome.
+
+    Args:
+        calls: The calls.
+        steps: For each step the optimizer, whether it was taken, and the scale.
+        raises: How many calls raise.
+    """
 
     calls: list[Call] = field(default_factory=list)
     steps: list[tuple[int, bool, float]] = field(default_factory=list)
-    raises: bool = False
+    raises: int = 0
 
 
 def draw(model: str, ranks: int, defines: str) -> list[list[Program]]:
@@ -105,10 +118,13 @@ def _program(ranks: int, lines: Sequence[str]) -> list[Program] | None:
             case ["lost"] | ["timeout"]:
                 return None
             case ["raised"] | ["alone"]:
-                program.raises = True
-            case ["found", found, "error", error]:
+                program.raises += 1
+            case ["found", found, "error", error, *lacks]:
                 call = program.calls[-1]
                 call.found, call.error = int(found), error == "1"
+                call.lacks = int(lacks[1]) if lacks else 0
+            case ["fails", optimizer]:
+                program.calls[-1].fails |= 1 << int(optimizer)
             case ["stepped", optimizer, "taken", taken, "scale", scale]:
                 program.steps.append((int(optimizer), taken == "1", SCALES[int(scale)]))
             case [name, over, "value", value]:
@@ -141,60 +157,86 @@ class _Guard(_Failing, StepGuard):
 
 
 def run(
-    programs: Sequence[Sequence[Program]], model: str, limit: int | None
-) -> list[tuple[list[tuple[int, bool, float]], bool]]:
-    """On one rank: do what each program says; return the steps, and whether it raised."""
+    programs: Sequence[Sequence[Program]], model: str, limit: int | None, catches: bool
+) -> list[tuple[list[tuple[int, bool, float]], int]]:
+    """On one rank: do what each program says; return the steps, and how many calls raised.
+
+    Args:
+        programs: For each program that of every rank.
+        model: ``guard`` or ``scaler``.
+        limit: ``max_consecutive_skips``.
+        catches: Whether a rank goes on after an error.
+    """
     done = []
     low, first, high = SCALES.values()
     scales = {"init_scale": first, "growth_interval": 1, "min_scale": low, "max_scale": high}
     for program in programs:
         guarded = model == "guard"
         made = _Guard(max_consecutive_skips=limit) if guarded else _Scaler("cpu", **scales)
+        weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([w], 2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
+        made.add_optimizer(*optimizers)
         steps: list[tuple[int, bool, float]] = []
-        raised = False
-        try:
-            steps.extend(_steps(made, program[dist.get_rank()].calls))
-        except RuntimeError:
-            raised = True
-        done.append((steps, raised))
+        raises = 0
+        for call in program[dist.get_rank()].calls:
+            try:
+                steps.extend(_steps(made, call, weights, optimizers))
+            except RuntimeError:
+                raises += 1
+                if not catches:
+                    break
+        done.append((steps, raises))
     return done
 
 
-def _steps(made: Any, calls: Sequence[Call]) -> Iterator[tuple[int, bool, float]]:
-    """Make the calls by a scaler or a guard; yield each step that it counts."""
-    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([w], 2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
-    made.add_optimizer(*optimizers)
-    for call in calls:
-        over = [index for index in range(2) if call.over >> index & 1]
-        by_norm = call.name == "STEP_BY_NORM"
-        for place, index in enumerate(over):
-            bad = call.found * (place == 0) if by_norm else 2 * (call.found >> index & 1)
-            value = (1.0, 1e6, math.nan)[bad]
-            if by_norm or not made.is_unscaled(optimizers[index]):
-                weights[index].grad = torch.full((3,), value)
-        made.fails = call.error
-        given, clipped = ([these[index] for index in over] for these in (optimizers, weights))
-        before = [weight.detach().clone() for weight in weights]
-        counts = [made.step_counts(optimizer) for optimizer in optimizers]
-        scale = made.get_scale()
-        try:
-            match call.name:
-                case "SCALE":
-                    made.scale(torch.ones(()))
-                case "UNSCALE_":
-                    made.unscale_(*given)
-                case "CLIP_GRAD_NORM_":
-                    made.clip_grad_norm_(given[0] if len(given) == 1 else clipped, 1.0)
-                case "UPDATE":
-                    made.update()
-                case "UPDATE_TO":
-                    made.update(SCALES[call.value])
-                case "STEP":
-                    made.step_all(given)
-                case "STEP_BY_NORM":
-                    made.step_all(given, max_norm=1.0, skip_above=1e3, sharded=made.look)
-        finally:  # a step at the limit of skips raises, and counts
-            for index in over:
-                if made.step_counts(optimizers[index]) != counts[index]:
-                    yield index, not torch.equal(before[index], weights[index]), scale
+def _fail(*_: object) -> None:
+    raise RuntimeError("planted in a step")
+
+
+def _steps(
+    made: Any,
+    call: Call,
+    weights: Sequence[torch.nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[int, bool, float]]:
+    """Make one call by a scaler or a guard; yield each step that it counts."""
+    over = [index for index in range(2) if call.over >> index & 1]
+    by_norm = call.name == "STEP_BY_NORM"
+    have_grads = [index for index in over if not call.lacks >> index & 1]
+    for index in over:
+        bad = call.found * (index in have_grads[:1]) if by_norm else 2 * (call.found >> index & 1)
+        value = (1.0, 1e6, math.nan)[bad]
+        if by_norm or not made.is_unscaled(optimizers[index]):
+            weights[index].grad = torch.full((3,), value) if index in have_grads else None
+    made.fails = call.error
+    given, clipped = ([these[index] for index in over] for these in (optimizers, weights))
+    before = [weight.detach().clone() for weight in weights]
+    counts = [made.step_counts(optimizer) for optimizer in optimizers]
+    scale = made.get_scale()
+    failing = [optimizers[index] for index in over if call.fails >> index & 1]
+    hooks = [optimizer.register_step_pre_hook(_fail) for optimizer in failing]
+    try:
+        match call.name:
+            case "SCALE":
+                made.scale(torch.ones(()))
+            case "UNSCALE_":
+                made.unscale_(*given)
+            case "CLIP_GRAD_NORM_":
+                made.clip_grad_norm_(given[0] if len(given) == 1 else clipped, 1.0)
+            case "UPDATE":
+                made.update()
+            case "UPDATE_TO":
+                made.update(SCALES[call.value])
+            case "STEP":
+                made.step_all(given)
+            case "STEP_BY_NORM":
+                made.step_all(given, max_norm=1.0, skip_above=1e3, sharded=made.look)
+    finally:  # a step at the limit of skips raises, and counts
+        for hook in hooks:
+            hook.remove()
+        for index in over:
+            if made.step_counts(optimizers[index]) != counts[index]:
+                taken = not torch.equal(before[index], weights[index])
+                if weights[index].grad is None:  # the step changes no weight of this rank
+                    taken = made.step_counts(optimizers[index]).taken > counts[index].taken
+                yield index, taken, scale

@@ -9,12 +9,15 @@
  *   -DERROR                 one look, on any rank, raises
  *   -DDIFFERS               one call of rank 0 is left out, or is another, or is about another
  *                           optimizer, or sets another scale
+ *   -DFAILS                 one step of each rank may raise after the ranks have agreed to step
+ *   -DREPORTS               rank 0 alone calls overflow_report() where the others call update(), and
+ *                           DDP reduces gradients after each update()
  *   -DCATCHES               a user catches what all ranks raise, and goes on
  *   -DGROUPS -DJOINS        with new groups; with Join([model, scaler])
  *   -DPROGRAMS              for drawing programs, no calls that stages refuse
  *   -DFAULT_...             a planted fault; each breaks an assertion, or makes ranks wait for ever
  *
- * Five of the faults were the code until the model found them (docs/results/model.md).
+ * Six of the faults were the code until the model found them (docs/results/model.md).
  *
  * Abstract here: a digest is equal only for equal calls (the code's is a hash of 31 bits); the scale
  * is one of three and grows after each clean iteration; gradients are one bit, whether they overflow.
@@ -28,9 +31,18 @@
 #include "ranks.pml"
 
 /* Calls, each with the optimizers it is about: 1 the plain one, 2 the fused one, 3 both. */
-mtype = { SCALE, UNSCALE_, STEP, CLIP_GRAD_NORM_, UPDATE, UPDATE_TO, PROCESS_GROUP, JOIN };
+mtype = { SCALE, UNSCALE_, STEP, CLIP_GRAD_NORM_, UPDATE, UPDATE_TO, PROCESS_GROUP, JOIN, REPORT };
 /* Collectives; what a rank is in. */
-mtype = { ALL_REDUCE, COMPARE, GATHER, GATHER_PAIRS, NEW_GROUP, POST_HOOK };
+mtype = { ALL_REDUCE, COMPARE, GATHER, GATHER_PAIRS, NEW_GROUP, POST_HOOK, BACKWARD };
+/* The names of calls, as the digest has them. */
+#define NAME_STEP 0
+#define NAME_CLIP 1
+#define NAME_UPDATE 2
+#define NAME_REPORT 3
+/* Errors that wait for a message. */
+#define NOTHING_CHECKED 1
+#define OUT_OF_ORDER 2
+
 
 /* The program: each call is chosen by the rank that comes to it first. */
 mtype program[CALLS];
@@ -46,6 +58,11 @@ typedef Scaler {
     bit arriving;           /* a reply that the host has not read */
     bit reply_differs;
     bit reply_error;
+    bit reply_nobody_looked;
+    bit silent[2];          /* the step sent no message */
+    bit overflowed;         /* all ranks know of inf or NaN in this iteration */
+    byte unsent;            /* an error that waits for a message */
+    byte failure;           /* 1 + the optimizer whose step raised */
     mtype stage[2];
     bit checked[2];
     bit found_inf[2];
@@ -55,9 +72,11 @@ typedef Scaler {
 Scaler own[RANKS];
 
 /* The message, and what ranks gather where digests differ. */
-short digest[RANKS];
+int digest[RANKS];
 short alike[RANKS];
+byte waiting[RANKS];        /* unsent and failure, also a part of the digest */
 bit error[RANKS];
+bit looked[RANKS];
 bit scaled[RANKS];
 byte words[RANKS];          /* a bit for each optimizer that overflowed on that rank */
 
@@ -68,6 +87,7 @@ bit sent_error[RANKS];
 bit any_error;
 bit all_alike;
 bit any_scaled;
+bit any_looked;
 
 /* Join. */
 byte inputs[RANKS];
@@ -88,6 +108,10 @@ bit verdict[2];
 byte state_taken;
 bit had_error;
 bit different;
+bit owes[RANKS];            /* raised alone since the last message */
+bit has_failed[RANKS];
+bit any_failed;
+bit refuses[RANKS];         /* has an error in the order of calls that no message has sent yet */
 bit clips_alone;            /* one rank's clip met another's step, on a device */
 
 #define IS(o, what) (own[me].stage[o] == what)
@@ -96,9 +120,12 @@ bit clips_alone;            /* one rank's clip met another's step, on a device *
 
 #define HAS_ERROR(i) (error[i])
 #define HAS_SCALED(i) (scaled[i])
-#define HAS_SAME_NAME(i) ((alike[i] & 1) == (alike[0] & 1))
-#define IS_ALIKE(i) (alike[i] == alike[0])
-#define SAME_DIGEST(i) (digest[i] == digest[0])
+#define HAS_LOOKED(i) (looked[i])
+#define HAS_SAME_NAME(i) ((alike[i] & 3) == (alike[0] & 3))
+#define IS_ALIKE(i) (alike[i] == alike[0] && waiting[i] == waiting[0])
+#define SAME_DIGEST(i) (digest[i] == digest[0] && waiting[i] == waiting[0])
+#define OWES_THE_SAME(i) (owes[i] == owes[0])
+#define REFUSES(i) (refuses[i] && IS_GONE(i))
 #define SAME_SCALE(i) (own[i].scale == own[0].scale)
 #define SAME_STEPS_TAKEN(i) (taken[i] == taken[0])
 
@@ -131,12 +158,15 @@ inline arrived(collective) {
         clips_alone = !ON_HOST && !(ALL(HAS_SAME_NAME));
         all_alike = ALL(IS_ALIKE);
         any_scaled = ANY(HAS_SCALED);
+        any_looked = ANY(HAS_LOOKED);
         messages++;
         if
         :: ALL(SAME_DIGEST) && !any_error ->
             /* Ranks that agree have the same scale, and have taken the same steps. */
             assert(ALL(SAME_SCALE));
             assert(ALL(SAME_STEPS_TAKEN));
+            /* What one of them raised alone, all did. */
+            assert(ALL(OWES_THE_SAME));
             forget_taken()
         :: else
         fi;
@@ -153,6 +183,7 @@ inline arrived(collective) {
         do
         :: i < RANKS ->
             digest[i] = 0; alike[i] = 0; error[i] = 0; scaled[i] = 0; words[i] = 0;
+            waiting[i] = 0; looked[i] = 0; owes[i] = 0;
             i++
         :: else -> break
         od
@@ -180,7 +211,7 @@ inline arrived(collective) {
         joined_chosen = 0;
         joined_found = 0
     /* Counted anew: steps that differ since the last message are not seen over a new group. */
-    :: collective == NEW_GROUP && different -> forget_taken()
+    :: collective == NEW_GROUP && (different || any_failed) -> forget_taken()
     :: else
     fi;
     i = 0
@@ -202,7 +233,14 @@ inline settle() {
     :: own[me].arriving ->
         own[me].arriving = 0;
         if
-        :: own[me].reply_differs || own[me].reply_error -> compare()
+        /* Where no rank had looked, each has raised its own error in that call. */
+        :: own[me].reply_differs || own[me].reply_error ->
+            late = own[me].reply_nobody_looked;
+            reach(COMPARE);
+            if
+            :: !late && (any_error || !all_alike || !any_scaled) -> goto raised
+            :: else -> late = 0
+            fi
         :: else
         fi
     :: else
@@ -218,23 +256,29 @@ inline write_message(name) {
         scaled[me] = own[me].scaled;
         alike[me] = name;
 #ifndef FAULT_DIGEST_WITHOUT_OPTIMIZERS
-        alike[me] = alike[me] + 2 * about;
+        alike[me] = alike[me] + 4 * about;
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_ITERATION
-        alike[me] = alike[me] + 8 * own[me].iteration;
+        alike[me] = alike[me] + 16 * own[me].iteration;
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_SCALE
-        alike[me] = alike[me] + 128 * own[me].begun;
+        /* update() and overflow_report() compare no scale. */
+        alike[me] = alike[me] + (name < NAME_UPDATE -> 256 * own[me].begun : 0);
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_CALLS
-        alike[me] = alike[me] + 512 * own[me].calls;
+        alike[me] = alike[me] + 1024 * own[me].calls;
 #endif
-        digest[me] = alike[me] + 8192 * (own[me].scales || own[me].scaled);
+        waiting[me] = own[me].unsent;
+#ifndef FAULT_FAILURE_IS_NOT_SENT
+        waiting[me] = waiting[me] + 4 * own[me].failure;
+#endif
+        own[me].unsent = 0;
+        digest[me] = alike[me] + 16384 * (own[me].scales || own[me].scaled);
 #ifdef FAULT_LINEAR_DIGEST
         digest[me] = name + about + own[me].iteration + own[me].begun + own[me].calls + 1;
         digest[me] = digest[me] + error[me]
 #else
-        digest[me] = digest[me] + 16384 * error[me]
+        digest[me] = digest[me] + 32768 * error[me]
 #endif
     }
 }
@@ -248,12 +292,14 @@ inline agree(name) {
     mine = words[me];
 #endif
     reach(ALL_REDUCE);
+    refuses[me] = 0;
     if
     :: !ON_HOST && own[me].scales ->
         d_step {
             own[me].arriving = 1;
             own[me].reply_differs = differs[me];
             own[me].reply_error = sent_error[me];
+            own[me].reply_nobody_looked = !any_looked;
 #ifdef FAULT_FLAGS_NOT_SET
             noted = counts
 #else
@@ -272,7 +318,7 @@ inline agree(name) {
         own[me].scales = 1;
         noted = counts;
         if
-        :: counts && ON_HOST -> reach(GATHER)
+        :: counts && ON_HOST -> own[me].overflowed = 1; reach(GATHER)
         :: else
         fi
     fi;
@@ -302,6 +348,66 @@ inline agree(name) {
     }
 }
 
+/* A call that stages refuse: its error travels with the message that the others wait for. On a device
+   this rank raises it at once, and the others at their next call. */
+inline refuse() {
+    d_step { words[me] = 0; error[me] = 1; looked[me] = 0 };
+#ifdef FAULT_ORDER_IS_RAISED_ALONE
+    d_step { error[me] = 0; refuses[me] = 1 };
+    goto alone;
+#endif
+    refuses[me] = 1;
+    agree(NAME_STEP);
+    d_step {
+        /* On a device what is not stepped yet skips. */
+        if :: (about & 1) && !IS(0, STEPPED) -> own[me].stage[0] = UNSCALED; own[me].found_inf[0] = 1 :: else fi;
+        if :: (about & 2) && !IS(1, STEPPED) -> own[me].stage[1] = UNSCALED; own[me].found_inf[1] = 1 :: else fi
+    };
+    goto alone
+}
+
+/* An error of a call that sends no message: the next message has it. Before the first message over a
+   group there is nothing that it could wait for. */
+inline send_later(what) {
+    if
+#ifdef FAULT_UNSENT_IS_NOT_SENT
+    :: own[me].scales -> owes[me] = 1
+#else
+    :: own[me].scales -> d_step { own[me].unsent = what; owes[me] = 1 }
+#endif
+    :: else
+    fi;
+    goto alone
+}
+
+/* Make sure that every rank makes this call; it says nothing of scaled losses. */
+inline announce(name) {
+    about = 0;
+    settle();
+    write_message(name);
+    looked[me] = 1;
+    reach(ALL_REDUCE);
+    if
+    :: differs[me] || sent_error[me] -> compare()
+    :: else
+    fi
+}
+
+/* One rank alone may have called overflow_report() here, as all ranks know. */
+inline announce_update() {
+    if
+#ifndef FAULT_UPDATE_SENDS_NOTHING
+    :: own[me].overflowed ->
+#ifdef FAULT_OVERFLOWED_IS_FORGOTTEN_FIRST
+        own[me].overflowed = 0;
+#endif
+        announce(NAME_UPDATE);
+        own[me].overflowed = 0
+#endif
+    :: else
+    fi
+}
+
 /* -- DistGradScaler ---------------------------------------------------------------------------- */
 
 /* Look at gradients: any may overflow, and one look may raise. */
@@ -309,6 +415,7 @@ inline look(name) {
     atomic {
         words[me] = 0;
         error[me] = 0;
+        looked[me] = 1;
         if
         :: about & 1 -> if :: words[me] = 1 :: skip fi
         :: else
@@ -341,7 +448,7 @@ inline close() {
         do
         :: o < 2 ->
             if
-            :: closing & (1 << o) ->
+            :: (closing & (1 << o)) && any_looked && !IS(o, STEPPED) ->
                 own[me].stage[o] = STEPPED;
                 own[me].checked[o] = 1;
                 own[me].found_inf[o] = 1;
@@ -368,6 +475,22 @@ inline apply(o) {
     :: else
     fi;
     atomic {
+#ifdef FAULT_STEPS_COUNTED_ALIKE
+        own[me].calls = (own[me].calls + 1) % 16;
+#else
+        own[me].calls = (own[me].calls + (o == PLAIN -> 1 : 4)) % 16;
+#endif
+#ifdef FAILS
+        if
+        :: !own[me].found_inf[o] && !has_failed[me] ->
+            has_failed[me] = 1;
+            any_failed = 1;
+            own[me].failure = 1 + o;
+            printf("%d fails %d\n", me, o);
+            goto alone
+        :: skip
+        fi;
+#endif
         /* What ranks differed in, or one could not look at, steps nothing. */
         assert(own[me].found_inf[o] || !parted[2 * me + o]);
         if
@@ -384,12 +507,7 @@ inline apply(o) {
         fi;
         printf("%d stepped %d taken %d scale %d\n", me, o, !own[me].found_inf[o], own[me].scale);
         own[me].stage[o] = STEPPED;
-        own[me].kept[o] = 0;
-#ifdef FAULT_STEPS_COUNTED_ALIKE
-        own[me].calls = (own[me].calls + 1) % 16
-#else
-        own[me].calls = (own[me].calls + (o == PLAIN -> 1 : 4)) % 16
-#endif
+        own[me].kept[o] = 0
     }
 }
 
@@ -410,6 +528,7 @@ inline reset(o) {
     own[me].checked[o] = 0;
     own[me].found_inf[o] = 0;
     own[me].kept[o] = 0;
+    own[me].silent[o] = 0;
     by[2 * me + o] = 0;
     parted[2 * me + o] = 0
 }
@@ -477,6 +596,13 @@ inline choose(mine) {
 /* One rank does something else, once. */
 inline differ() {
     if
+#ifdef REPORTS
+    :: me == 0 && !different && call == UPDATE && own[me].overflowed ->
+        if
+        :: skip
+        :: different = 1; call = REPORT                                      /* reports alone */
+        fi
+#else
     :: me == 0 && !different && FITS(position[me] > 4) ->
         if
         :: skip
@@ -488,13 +614,14 @@ inline differ() {
             :: call == UPDATE || call == UPDATE_TO -> call = UPDATE_TO; value = 0
             fi
         fi
+#endif
     :: else
     fi
 }
 
 proctype Rank(byte me) {
     byte about, closing, noted, value, i, o, left, input;
-    bit a_step;
+    bit a_step, late;
 #ifdef FAULT_OWN_FLAG
     byte mine;
 #endif
@@ -504,7 +631,7 @@ proctype Rank(byte me) {
     atomic {
     skip;
 next:
-        closing = 0; noted = 0; call = 0; about = 0; value = 0; left = 0; where = 0; input = 0; a_step = 0;
+        closing = 0; noted = 0; call = 0; about = 0; value = 0; left = 0; where = 0; input = 0; a_step = 0; late = 0;
         if
         :: position[me] == CALLS -> goto ended
         :: else
@@ -515,7 +642,7 @@ next:
         :: ALL(IS_PAST) -> program[position[me] - 1] = 0; over[position[me] - 1] = 0
         :: else
         fi;
-#ifdef DIFFERS
+#if defined(DIFFERS) || defined(REPORTS)
         differ();
 #endif
         if
@@ -529,24 +656,35 @@ next:
     :: call == UNSCALE_ ->
         d_step { forget_kept(about) };
         if
-        :: (about & 1) && own[me].stage[0] != READY -> goto alone
-        :: (about & 2) && own[me].stage[1] != READY -> goto alone
+        :: ((about & 1) && !IS(0, READY)) || ((about & 2) && !IS(1, READY)) -> refuse()
         :: else
         fi;
         set_stage(about, UNSCALED);
-        look(0)
+        look(NAME_STEP)
 
     :: call == STEP ->
         left = about;
         if
-        :: (about & 1) && own[me].stage[0] == STEPPED -> goto alone
-        :: (about & 2) && own[me].stage[1] == STEPPED -> goto alone
+        :: ((about & 1) && IS(0, STEPPED)) || ((about & 2) && IS(1, STEPPED)) ->
+            if
+            :: (!(about & 1) || own[me].silent[0] || IS(0, UNSCALED)) &&
+               (!(about & 2) || own[me].silent[1] || IS(1, UNSCALED)) -> send_later(OUT_OF_ORDER)
+            :: else -> refuse()
+            fi
         :: else
         fi;
         if :: own[me].stage[0] != READY -> about = about & 2 :: else fi;
         if :: own[me].stage[1] != READY -> about = about & 1 :: else fi;
         if
-        :: about -> if :: about & 1 -> own[me].stage[0] = UNSCALED :: else fi; look(0)
+        :: left & 1 -> own[me].silent[0] = !about
+        :: else
+        fi;
+        if
+        :: left & 2 -> own[me].silent[1] = !about
+        :: else
+        fi;
+        if
+        :: about -> if :: about & 1 -> own[me].stage[0] = UNSCALED :: else fi; look(NAME_STEP)
         :: else
         fi;
         if :: left & 1 -> apply(PLAIN) :: else fi;
@@ -561,12 +699,12 @@ next:
         :: else -> error[me] = 0
         fi;
         if
-        :: error[me] -> words[me] = 0; about = 0; agree(1)
+        :: error[me] -> words[me] = 0; looked[me] = 0; about = 0; agree(NAME_CLIP)
         :: else ->
             if :: own[me].stage[0] != READY -> about = about & 2 :: else fi;
             if :: own[me].stage[1] != READY -> about = about & 1 :: else fi;
             set_stage(about, UNSCALED);
-            look(1)
+            look(NAME_CLIP)
         fi;
         reach(GATHER_PAIRS);
         d_step {
@@ -586,13 +724,22 @@ next:
         }
 
     :: call == UPDATE ->
+        announce_update();
         if
-        :: !COUNTED(0) && !COUNTED(1) -> goto alone
+        :: !COUNTED(0) && !COUNTED(1) -> send_later(NOTHING_CHECKED)
         :: else
         fi;
-        d_step { advance(); end_iteration() }
+        d_step { advance(); end_iteration() };
+#ifdef REPORTS
+        reach(BACKWARD)
+#endif
+
+    :: call == REPORT ->
+        announce(NAME_REPORT);
+        reach(GATHER)
 
     :: call == UPDATE_TO ->
+        announce_update();
         d_step {
             own[me].scale = value;
             own[me].begun = value;
@@ -608,6 +755,10 @@ next:
         d_step {
             own[me].arriving = 0;
             own[me].scales = 0;
+            own[me].overflowed = 0;
+            own[me].unsent = 0;
+            own[me].failure = 0;
+            owes[me] = 0;
 #ifndef FAULT_ITERATION_KEPT_IN_A_NEW_GROUP
             own[me].iteration = 0;
 #endif
@@ -623,6 +774,8 @@ next:
         :: own[me].stage[0] != READY || own[me].stage[1] != READY -> goto alone
         :: else
         fi;
+        /* In Join an update() sends nothing. */
+        assert(!own[me].overflowed);
 #ifndef FAULT_REPLY_LEFT_AT_JOIN
         settle();                                   /* join_hook */
 #endif
@@ -693,20 +846,27 @@ next:
 lost:
     printf("%d lost\n", me);
     /* A rank may lose its peers only where one of them did something else. */
-    assert(different);
+    assert(different || any_failed);
+    /* On the host none loses them for an error in the order of calls. */
+    assert(!ON_HOST || where != ALL_REDUCE || !(ANY(REFUSES)));
+    refuses[me] = 0;
     at[me] = 0;
     status[me] = RAISED;
     goto end;
 
 alone:
     printf("%d alone\n", me);
+#ifdef CATCHES
+    goto next;
+#else
     status[me] = RAISED;
     goto end;
+#endif
 
 raised:
     printf("%d raised\n", me);
     /* No rank raises where all do the same. */
-    assert(different || any_error || !any_scaled);
+    assert(different || any_error || !any_scaled || any_failed);
 #ifdef CATCHES
     close();
     goto next;
@@ -720,7 +880,7 @@ ended:
     d_step {
         status[me] = ENDED;
         if
-        :: ALL(HAS_ENDED) && !different -> assert(ALL(SAME_SCALE)); assert(ALL(SAME_STEPS_TAKEN))
+        :: ALL(HAS_ENDED) && !different && !any_failed -> assert(ALL(SAME_SCALE)); assert(ALL(SAME_STEPS_TAKEN))
         :: else
         fi
     };

@@ -47,7 +47,8 @@ def test_real_ranks_do_what_the_model_does(
     programs = draw(model, size, defines)
     assert programs
     limit = 2 if "LIMIT" in defines else None
-    on_ranks = ranks(size).run(run, programs, model, limit, timeout=30)
+    catches = "CATCHES" in defines
+    on_ranks = ranks(size).run(run, programs, model, limit, catches, timeout=30)
     for rank, results in enumerate(on_ranks):
-        for program, (steps, raised) in zip(programs, results, strict=True):
-            assert (steps, raised) == (program[rank].steps, program[rank].raises), program
+        for program, (steps, raises) in zip(programs, results, strict=True):
+            assert (steps, raises) == (program[rank].steps, program[rank].raises), program
