@@ -18,7 +18,6 @@ from distamp.autocast import (
     pin_precision,
     propagate,
 )
-from distamp.clipping import clip_grad_norm_
 from distamp.errors import (
     DistampError,
     GradientError,
@@ -28,7 +27,7 @@ from distamp.errors import (
     SettingError,
     StageError,
 )
-from distamp.guard import StepGuard
+from distamp.guard import StepGuard, clip_grad_norm_
 from distamp.initialize import cast_model, float8_layers, initialize
 from distamp.installation import install, uninstall
 from distamp.precision import Precision

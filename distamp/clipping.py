@@ -22,14 +22,12 @@ from distamp.gradients import (
     flag_of,
     is_dtensor,
     local_gradients,
-    local_of,
     multiply,
     power_of,
     square_of,
     summed,
     without_grad,
 )
-from distamp.groups import Group, GroupLike, gather_sums, resolve
 from distamp.optimizers import unwrapped
 from distamp.sources import source_of
 
@@ -41,13 +39,13 @@ __all__ = [
     "choose_all_unscaled",
     "choose_unscaled",
     "clip_",
-    "clip_grad_norm_",
     "differing",
     "is_optimizer",
     "local_square",
     "local_sums",
-    "measure_unscaled",
+    "norm_of_power",
     "positive",
+    "share_of_power",
     "total",
 ]
 
@@ -380,6 +378,24 @@ def total(sums: Tensor, norm_type: float) -> Tensor:
     return (parts.sum() + unsure.sum() + replicas.mean()).pow(1.0 / norm_type).float()
 
 
+def share_of_power(sums: Tensor, size: int) -> Tensor:
+    """Return the share of this rank in the power of the norm, 0-d float64, which ranks add up.
+
+    Args:
+        sums: What `local_sums` returned on this rank, of a norm that is not of order inf.
+        size: Ranks that hold the model.
+    """
+    parts, replicas, unsure = sums.unbind()
+    return parts + unsure + replicas / size
+
+
+def norm_of_power(power: float | Tensor, norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm as 0-d float32 on a device, from the sum of `share_of_power`."""
+    if not isinstance(power, Tensor):
+        power = torch.full((), power, dtype=torch.float64, device=device)
+    return power.pow(1.0 / norm_type).float()
+
+
 def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
     """Return what has to be declared, where the ranks' sums contradict what was assumed.
 
@@ -428,116 +444,3 @@ def clip_(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     coefficient = torch.where(norm.isfinite(), coefficient, 1.0)
     if not norm.is_cpu or coefficient.item() < 1.0:
         multiply(local_gradients(clipped), coefficient)
-
-
-def clip_grad_norm_(
-    parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-    *,
-    process_group: GroupLike = None,
-    replicated: Declared | None = None,
-    sharded: Declared | None = None,
-) -> Tensor:
-    """Clip gradients that nobody scales by the norm of the whole model, in any layout.
-
-    Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the same arguments. Each
-    rank gives what it holds: a DTensor counts by its placements, FSDP1's shards, the shares of
-    ZeroRedundancyOptimizer and OSS and Megatron's ``tensor_model_parallel`` are parts, and any
-    other tensor is a replica, unless it is declared. Every rank of the group must call it. It reads
-    the ranks' norms on the host, to see that replicas are alike. The methods of
-    `distamp.DistGradScaler` do not wait for that on a device, and unscale first.
-
-    Args:
-        parameters: An optimizer, or parameters with gradients of any shapes.
-        max_norm: The largest norm after clipping; >= 0.
-        norm_type: The order of the norm; > 0, inf for the largest magnitude.
-        error_if_nonfinite: Raise where the norm is inf or NaN, on every rank, as torch does. Else
-            such gradients stay as they are.
-        foreach: Without effect; for calls written for torch's function.
-        process_group: The ranks that have a part of the model; None for the default group.
-        replicated: Takes a parameter; returns whether every rank has the same values, even if
-            rounding makes their gradients differ.
-        sharded: Takes a parameter; returns whether every rank has a different part, or the group
-            or mesh over which it is cut.
-
-    Returns:
-        The norm before clipping: 0-d float32, the same on every rank.
-
-    Raises:
-        SettingError: A number is out of range, or a parameter is declared both.
-        TypeError: ``parameters`` has something else than Tensors.
-        GradientError: What counts as a replica differs between ranks, or another rank raised.
-        RuntimeError: The norm is not finite, under ``error_if_nonfinite``.
-    """
-
-    def choose_checked() -> Chosen:
-        positive("max_norm", max_norm, or_zero=True)
-        return choose_unscaled(parameters)
-
-    chosen, norm = measure_unscaled(choose_checked, norm_type, process_group, replicated, sharded)
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
-            "so it cannot be clipped. To disable this error and leave the gradients as they are, "
-            "set `error_if_nonfinite=False`"
-        )
-    clip_(chosen.multiplied, norm, float(max_norm))
-    return norm
-
-
-def measure_unscaled(
-    choose_gradients: Callable[[], Chosen],
-    norm_type: float,
-    process_group: GroupLike,
-    replicated: Declared | None,
-    sharded: Declared | None,
-) -> tuple[Chosen, Tensor]:
-    """Return the chosen gradients and their norm, 0-d float32 and the same on every rank.
-
-    Collective: every rank of ``process_group`` must call this.
-
-    Args:
-        choose_gradients: Called once; every rank raises the error that it raises on one of them.
-        norm_type: As in `clip_grad_norm_`, unchecked.
-        process_group: As in `clip_grad_norm_`.
-        replicated: As in `clip_grad_norm_`.
-        sharded: As in `clip_grad_norm_`.
-    """
-    found, chosen = resolve(process_group), Chosen([], [], [])
-    size = 1 if found is None else found.size()
-    device = torch.device("cpu")
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    error: Exception | None = None
-    try:
-        norm_type = positive("norm_type", norm_type)
-        chosen = choose_gradients()
-        if chosen.multiplied:
-            device = local_of(chosen.multiplied[0]).device
-        sums = local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
-    except Exception as raised:
-        if size == 1:
-            raise
-        error = raised
-    everyone = sums.view(1, 3)
-    if found is not None and size > 1:
-        everyone = _agreed(Group(found, device), sums, norm_type, error)
-    return chosen, total(everyone, norm_type)
-
-
-def _agreed(group: Group, sums: Tensor, norm_type: float, error: Exception | None) -> Tensor:
-    """Return the sums of all ranks; raise on every rank what one of them demands."""
-    mine = torch.cat((sums, sums.new_full((1,), float(error is not None))))
-    everyone = gather_sums(group, mine)
-    rows = everyone.tolist()
-    if any(row[3] for row in rows):
-        failed = [rank for rank, row in zip(group.global_ranks, rows, strict=True) if row[3]]
-        raise error or GradientError(
-            f"clip_grad_norm_ failed on rank {failed[0]}, which says why; nothing is clipped here"
-        )
-    why = differing([row[:3] for row in rows], norm_type)
-    if why is not None:
-        raise GradientError(why)
-    return everyone[:, :3]

@@ -176,7 +176,7 @@ class Asked:
         """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
 
         Also works after ``update``. Use it to advance a learning-rate schedule or an EMA only on
-        steps that were taken.
+        steps that were taken. An idle optimizer, of which no rank had a gradient, has not stepped.
 
         Raises:
             StageError: ``step(optimizer)`` was never called.
@@ -186,14 +186,29 @@ class Asked:
         state = self._asked("stepped", optimizer, "step()")
         if state.last_step is None:
             raise StageError("stepped() was called before step() for this optimizer")
-        return not state.was_idle and not bool(state.last_step)
+        return not bool(state.was_idle) and not bool(state.last_step)
+
+    def taken_flag(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Return the value of `stepped` as 0-d bool; never waits.
+
+        Raises:
+            StageError: ``step(optimizer)`` was never called.
+        """
+        if not self._enabled:
+            return flag_of(self.stepped(optimizer), "cpu").bool()
+        state = self._asked("taken_flag", optimizer, "step()")
+        if state.last_step is None:
+            raise StageError("taken_flag() was called before step() for this optimizer")
+        device = self._divisor("taken_flag", optimizer).device
+        skipped, was_idle = as_tensor(state.last_step, device), as_tensor(state.was_idle, device)
+        return skipped.logical_or(was_idle).logical_not()
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return the flag of the last check, the same on all ranks; never waits.
 
         Returns:
             0-d float32: 1.0 if a rank found inf or NaN, else 0.0; after ``step``, whether it was
-            skipped.
+            skipped. An idle optimizer, of which no rank had a gradient, has 0.0.
 
         Raises:
             StageError: The optimizer was never checked.
@@ -265,6 +280,10 @@ class Asked:
 
         Collective: every rank of `process_group` must call this. With ``local=True`` it is not:
         then one rank may call it alone.
+
+        If one rank calls it alone without ``local=True``, every rank raises if the others are in
+        another call of this object. After ``update()``, and on a device, the others are in the
+        collectives of DDP or FSDP, and wait with this rank for the group's timeout.
 
         Call it after a skipped step and before ``zero_grad``.
 

@@ -70,7 +70,7 @@ class OptimizerState:
         self.inside = _reference(innermost(optimizer))
         self.counts = (0, 0, 0, 0)
         self.last_step: Flag | None = None
-        self.was_idle = False
+        self.was_idle: Flag = False
         self.norm: float | Tensor | None = None
 
 

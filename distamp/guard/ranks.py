@@ -98,13 +98,20 @@ class Absence:
         here: Whether this rank has no gradient of the optimizer.
         everywhere: Whether no rank has one. On a device the host knows this when it has read the
             reply; until then False.
+        late: The same as 0-d bool on the device, until the host has read the reply; else None.
     """
 
-    __slots__ = ("everywhere", "here")
+    __slots__ = ("everywhere", "here", "late")
 
     def __init__(self, here: bool = False) -> None:
         self.here = here
         self.everywhere = False
+        self.late: Tensor | None = None
+
+    @property
+    def flag(self) -> Flag:
+        """Whether no rank has a gradient, without a wait for the device."""
+        return self.everywhere if self.late is None else self.late
 
 
 class Problem(NamedTuple):
@@ -356,7 +363,8 @@ class Ranks:
         absences: Sequence[Absence],
         problem: Problem | None,
         name_bad: Callable[[int], str] | None = None,
-    ) -> tuple[list[Found], Flag]:
+        power: Tensor | None = None,
+    ) -> tuple[list[Found], Flag, float | Tensor]:
         """Send this rank's flag of each optimizer; return the flags that all ranks agree on.
 
         On a device an error is raised on all ranks at their next call, and every flag is set.
@@ -369,10 +377,13 @@ class Ranks:
             problem: The error of this rank, if there is one.
             name_bad: Takes the place of an optimizer in ``found`` that overflowed here, and returns
                 the name of its first bad parameter. It must not raise, because other ranks wait.
+            power: The share of this rank in the power of a norm of the optimizers' gradients, 0-d
+                float64, if the message adds that up too.
 
         Returns:
-            The result for each optimizer, and whether ranks differ, where the host does not know
-            yet; else False, because that raises.
+            The result for each optimizer; whether ranks differ, where the host does not know yet,
+            else False, because that raises; and the sum of ``power``, which is NaN on a device if
+            ranks differ. On the host a sum that is not finite may stand for a flag.
 
         Raises:
             LockstepError: Ranks differ, or a rank is gone.
@@ -380,13 +391,19 @@ class Ranks:
         """
         self.settle()
         if not group.on_host:
-            return self._agree_on_device(group, call, found, absences, problem)
+            return self._agree_on_device(group, call, found, absences, problem, power)
         reasons = list(map(bool, found))
-        total = self._exchange_on_host(group, call, float(any(reasons)), absences, problem)
-        if not total:
-            return [Found(False, ())] * len(found), False
+        if power is None:
+            total = self._exchange_on_host(group, call, float(any(reasons)), absences, problem)
+            is_clean = not total
+        else:
+            first = math.nan if any(reasons) else float(power)
+            total = self._exchange_on_host(group, call, first, absences, problem)
+            is_clean = math.isfinite(total)
+        if is_clean:
+            return [Found(False, ())] * len(found), False, total
         self.overflowed = True
-        return self.gather_bad_names(group, reasons, name_bad), False
+        return self.gather_bad_names(group, reasons, name_bad), False, total
 
     def gather_bad_names(
         self, group: Group, found: Sequence[bool], name_bad: Callable[[int], str] | None
@@ -456,7 +473,11 @@ class Ranks:
         return host.moved(total, square.device) if isinstance(square, Tensor) else total.item()
 
     def announce(
-        self, name: str, settings: str = "", device: torch.device | None = None
+        self,
+        name: str,
+        settings: str = "",
+        device: torch.device | None = None,
+        problem: Problem | None = None,
     ) -> Group | None:
         """Make sure that every rank makes this call now, before it issues collectives of its own.
 
@@ -466,6 +487,7 @@ class Ranks:
             name: The name of the call, as the user typed it: "overflow_report()".
             settings: Arguments that must be equal on all ranks, as text.
             device: Where gradients lie. None: where the last message was, else the host.
+            problem: The error of this rank, which every rank raises.
 
         Returns:
             The group, or None for a process alone.
@@ -485,9 +507,9 @@ class Ranks:
         scales, self._scales = self._scales, True
         try:
             if group.on_host:
-                self._exchange_on_host(group, call, 0.0, (), None)
+                self._exchange_on_host(group, call, 0.0, (), problem)
             else:
-                self._exchange_on_device(group, call, 0, (), (), None)
+                self._exchange_on_device(group, call, 0, (), (), problem)
                 self.settle()
         finally:
             self._scales = scales
@@ -558,18 +580,27 @@ class Ranks:
         found: Sequence[Flag],
         absences: Sequence[Absence],
         problem: Problem | None,
-    ) -> tuple[list[Found], Flag]:
+        power: Tensor | None,
+    ) -> tuple[list[Found], Flag, float | Tensor]:
         agreed: list[Found] = []
         differ: Flag = False
+        total: float | Tensor = 0.0
+        norm: tuple[float | Tensor, Tensor | None, bool] = (0.0, None, False)
+        if power is not None:
+            norm = (power, None, False)
         for start in range(0, max(len(found), 1), _PER_MESSAGE):
             end = start + _PER_MESSAGE
             flags, lacking = found[start:end], absences[start:end]
-            words, alike = self._exchange_on_device(group, call, start, flags, lacking, problem)
+            words, alike = self._exchange_on_device(
+                group, call, start, flags, lacking, problem, norm
+            )
+            if start == 0:  # The words of the norm are those of the first message.
+                total = host.moved(torch.where(alike, words[1], math.nan), group.preferred)
             differ = host.moved(alike.logical_not(), group.preferred)
             counts = words[_HEAD : _HEAD + len(flags)].remainder(_NO_GRADS)
             set_flags = host.moved(counts.ne(0), group.preferred).logical_or(differ)
             agreed += [Found(flag) for flag in set_flags.unbind()]
-        return agreed, differ
+        return agreed, differ, total
 
     def _exchange_on_device(
         self,
@@ -609,6 +640,10 @@ class Ranks:
         alike = words[0].eq(float(expected))
         if limit is not None:  # of equal float32 a float64 holds the very sum
             alike = alike.logical_and(words[2].eq(limit.float() * group.size))
+        for place, absence in enumerate(absences, _HEAD):
+            if absence.here:  # else some rank has a gradient, which the host knows
+                lacking = words[place].div(_NO_GRADS, rounding_mode="floor")
+                absence.late = host.moved(lacking.eq(group.size), group.preferred)
 
         def read(values: list[float]) -> None:
             if not values[0] or problem is not None or not scales:
@@ -617,6 +652,7 @@ class Ranks:
             self.clips_agree = self.clips_agree and not values[4]
             for absence, count in zip(absences, values[1 + _HEAD :], strict=False):
                 absence.everywhere = count // _NO_GRADS == group.size
+                absence.late = None
 
         self.later(torch.cat((alike.double().view(1), words)), read)
         if not self._scales:  # the first message of a group tells who scales a loss
@@ -749,7 +785,9 @@ def _raise_if_differing(group: Group, alike: Sequence[dict[str, Any]]) -> None:
     keys = [key for key in alike[0] if any(each[key] != alike[0][key] for each in alike)]
     if not keys:
         return
-    if "call" in keys:  # whose settings differ anyway
+    if "call" in keys and not all(each["over"] for each in alike):
+        keys = ["call"]  # A call without optimizers may belong to no guard, which has counters.
+    elif "call" in keys:  # whose settings differ anyway
         keys = [key for key in keys if key in ("call", "iteration", "steps", "over")]
     lines = [
         f"  rank {rank}: " + ", ".join(f"{key}={each[key]!r}" for key in keys)

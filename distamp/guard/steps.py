@@ -52,6 +52,7 @@ from distamp.guard.optimizer_state import (
     merged,
 )
 from distamp.guard.ranks import Absence, Call, Flag, Found, Problem
+from distamp.guard.unscaled_clip import clip_grad_norm_, measure_unscaled
 from distamp.optimizers import describe, find_closure, innermost, parameters_of, unwrapped
 from distamp.sources import GradientSource, source_of
 
@@ -137,6 +138,14 @@ def _unless_found(
     return math.nan if found else square
 
 
+def _is_inf(norm_type: Any) -> bool:
+    """Return whether an order, which may be unchecked, is inf: its power is no sum."""
+    try:
+        return math.isinf(float(norm_type))
+    except (TypeError, ValueError):
+        return False
+
+
 def _as_divisor(factor: float | Tensor, device: torch.device) -> Tensor:
     """Return 1 / factor as 0-d float32: what a kernel divides by; a factor of 0 clears."""
     if isinstance(factor, Tensor):
@@ -196,6 +205,8 @@ class Steps(Joins):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Unscale the optimizers' gradients and agree on found-inf.
+
+        Collective: every rank of `process_group` must call this.
 
         Like ``torch.amp.GradScaler.unscale_``, for any number of optimizers with one message. A
         `StepGuard` has no loss scale, so it leaves finite gradients unchanged. It is
@@ -298,7 +309,8 @@ class Steps(Joins):
         error: Exception | None = None,
         arguments: str = "",
         then: Callable[[], None] | None = None,
-    ) -> Flag:
+        power: Callable[[], Tensor] | None = None,
+    ) -> tuple[Flag, float | Tensor]:
         """Look at the gradients of optimizers on this rank; all ranks agree on the flags.
 
         Args:
@@ -308,9 +320,11 @@ class Steps(Joins):
             error: What is wrong with the call itself; every rank raises it.
             arguments: What else ranks compare.
             then: What else is done on this rank before they agree.
+            power: Called after that; returns the ``power`` of `Ranks.agree`.
 
         Returns:
-            Whether ranks differ, where the host does not know yet; else False, for that raises.
+            Whether ranks differ, where the host does not know yet, else False, because that raises;
+            and the sum of ``power``.
         """
 
         def look() -> None:
@@ -322,11 +336,12 @@ class Steps(Joins):
         group = self._group(divisor.device)
         problem = self._before_message(group, ones, look, error)
         differ: Flag = False
+        total: float | Tensor = 0.0
         if group is not None:
             call = self._call(name, divisor, ones, arguments)
-            differ = self._agree(group, call, divisor, ones, problem)
+            differ, total = self._agree(group, call, divisor, ones, problem, power)
         self._note_absent(group, ones)
-        return differ
+        return differ, total
 
     def _note_absent(self, group: Group | None, ones: Sequence[Resolved]) -> None:
         """Leave no flag of an optimizer of which no rank has a gradient, as torch leaves none."""
@@ -357,7 +372,8 @@ class Steps(Joins):
         divisor: Tensor,
         ones: Sequence[Resolved],
         problem: Problem | None = None,
-    ) -> Flag:
+        power: Callable[[], Tensor] | None = None,
+    ) -> tuple[Flag, float | Tensor]:
         """Replace this rank's flags by what all ranks agree on, in one message; see `_look`."""
         try:
             flags: list[Flag] = [False] * len(ones)
@@ -366,8 +382,9 @@ class Steps(Joins):
                 flags = [merged(each, divisor.device) for each in found]
             absences = [one.absence for one in ones]
             name_bad = functools.partial(self._first_bad_name, ones)
-            agreed, differ = self._guard.ranks.agree(
-                group, call, flags, absences, problem, name_bad
+            share = None if power is None else power()
+            agreed, differ, total = self._guard.ranks.agree(
+                group, call, flags, absences, problem, name_bad, share
             )
         except BaseException as raised:
             self._close(ones, divisor.device, raised)
@@ -382,7 +399,7 @@ class Steps(Joins):
                 one.record["found_inf_per_device"] = {tensor.device: tensor}
             if problem is not None:  # which is raised with the others', later
                 one.record["stage"] = OptState.UNSCALED
-        return differ
+        return differ, total
 
     def _close(self, ones: Sequence[Resolved], device: torch.device, raised: BaseException) -> None:
         """Let no step follow in this iteration if a rank has looked at its gradients.
@@ -698,6 +715,8 @@ class Steps(Joins):
     ) -> NoReturn:
         """Raise an error on every rank in place of a ``step_all``, for trainers.
 
+        Collective: every rank of `process_group` must call this or ``step_all``.
+
         A rank that finds a mistake of its own calls it where the other ranks call ``step_all`` with
         the same arguments. Every rank then raises, and none steps.
 
@@ -765,7 +784,8 @@ class Steps(Joins):
         if by is not None:
             by = by.checked()
             # A step that is skipped does not clip, so the norm is measured first.
-            chosen, norm = clipping.measure_unscaled(
+            chosen, norm = measure_unscaled(
+                f"{by.call} of a disabled scaler",
                 functools.partial(clipping.choose_all_unscaled, optimizers),
                 2.0,
                 self._guard.ranks.process_group,
@@ -846,7 +866,11 @@ class Steps(Joins):
             ranks.report_failed_step(f"step {number} of {describe(one.holder)}", error)
             raise
         record["stage"] = OptState.STEPPED
-        state.last_step, state.was_idle = skip, False
+        state.last_step, idle = skip, one.absence.flag
+        state.was_idle = idle
+        if isinstance(idle, Tensor):
+            # An idle optimizer counts as not skipped, even if the norm of the others is inf.
+            state.last_step = as_tensor(skip, idle.device) * idle.logical_not()
         if self._guard.hooks:
             self._tell_hooks(one, skip)
         if isinstance(skip, Tensor):
@@ -1108,7 +1132,7 @@ class Steps(Joins):
         given: Any = optimizer_or_parameters
         own = self._guard
         if not self._enabled:
-            own.norm = norm = clipping.clip_grad_norm_(
+            own.norm = norm = clip_grad_norm_(
                 given,
                 max_norm,
                 norm_type,
@@ -1147,20 +1171,33 @@ class Steps(Joins):
             size = 1 if group is None else group.size
             sums = clipping.local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
 
+        def measure_share() -> Tensor:
+            return clipping.share_of_power(sums, 1 if group is None else group.size)
+
+        adds_up = not _is_inf(norm_type)
         declared = ByNorm(None, None, replicated, sharded).declared
-        differ = self._look(
+        differ, power = self._look(
             "clip_grad_norm_",
             divisor,
             ready,
             error=error,
             arguments=f", max_norm={max_norm}, norm_type={norm_type}, declared={declared}",
             then=measure,
+            power=measure_share if adds_up else None,
         )
-        everyone = sums.view(1, 3)
-        if group is not None:
-            everyone = gather_sums(group, sums)
-            self._compare_replicas(everyone, norm_type)
-        own.norm = norm = clipping.total(everyone, norm_type)
+        is_known = isinstance(power, Tensor) or math.isfinite(power)
+        if group is not None and own.ranks.clips_agree and adds_up and is_known:
+            # A gather here would meet other collectives if this rank alone clips.
+            norm = clipping.norm_of_power(power, norm_type, device)
+        else:
+            everyone = sums.view(1, 3)
+            if group is not None:
+                if not own.ranks.clips_agree:
+                    own.ranks.settle()  # Ranks that differ raise before they gather.
+                everyone = gather_sums(group, sums)
+                self._compare_replicas(everyone, norm_type)
+            norm = clipping.total(everyone, norm_type)
+        own.norm = norm
         for state in (one.state for one in ones if one.state is not None):
             state.norm = norm
         if not (host.is_host(device) and norm.isfinite()):

@@ -40,9 +40,10 @@ class StepResult:
     """Which optimizers stepped, as tensors on the device; ``bool`` of it waits for the device.
 
     Args:
-        taken: 0-d bool, whether every optimizer stepped, those of other ranks included where this
-            rank has none.
-        optimizers: The same for each optimizer, in the order of the arguments.
+        taken: 0-d bool, whether every optimizer that has a gradient on some rank stepped, including
+            the optimizers of other ranks if this rank has none.
+        optimizers: Whether each optimizer stepped, in the order of the arguments. An optimizer that
+            has no gradient on any rank has not stepped, so its entry is False.
     """
 
     taken: Tensor
@@ -263,6 +264,8 @@ class Amp:
     ) -> Tensor:
         """Clip gradients by their norm over all optimizers, which may be sharded over the ranks.
 
+        Collective: every rank of `process_group` must call this.
+
         Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
 
         Args:
@@ -282,7 +285,11 @@ class Amp:
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Return what ``optimizer`` steps, as Apex's; gradients that wait are unscaled first.
 
-        The masters at O2, the parameters else. Collective after a backward pass, as ``unscale_``.
+        Collective: every rank of `process_group` must call this. It sends a
+        message only after a backward pass.
+
+        Returns:
+            The masters at O2, the parameters at other levels.
         """
         if self._waiting and not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
@@ -298,6 +305,8 @@ class Amp:
         sharded: Declared | None = None,
     ) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
+
+        Collective: every rank of `process_group` must call this.
 
         Like ``scaler.step(optimizer)`` for each and ``scaler.update()``, with one message for all.
         Never waits by itself; the result says whether the step was taken.
@@ -334,12 +343,12 @@ class Amp:
                 "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
                 "use amp.scale_loss(loss)."
             ) from error
-        found = [self.scaler.found_inf(optimizer) for optimizer in self._stepped]
-        anyone = torch.stack([flag.to(found[0].device) for flag in found]).max()
+        skipped = [self.scaler.found_inf(optimizer).bool() for optimizer in self._stepped]
+        stepped = [self.scaler.taken_flag(optimizer) for optimizer in self._stepped]
         self.scaler.update()
         self._waiting = False
-        given = found[: len(self.optimizers)]
-        return StepResult(anyone == 0, tuple(flag == 0 for flag in given))
+        taken = _any(stepped).logical_and(_any(skipped).logical_not())
+        return StepResult(taken, tuple(stepped[: len(self.optimizers)]))
 
     def _refuse_step(self) -> Exception | None:
         """Return why this rank cannot step, which every rank raises; None if it can."""
@@ -396,7 +405,8 @@ class Amp:
     def check(self, step: Callable[[], Any]) -> Breaches:
         """Run one step and compare the precisions that it used with those of the level.
 
-        Collective: every rank of `process_group` must call this; the group that `initialize` got.
+        Collective: every rank of `process_group` must call this. It is the group that `initialize`
+        got.
 
         Args:
             step: Takes nothing; runs forward, backward and optimizer, as the loop does.
@@ -481,7 +491,8 @@ class Amp:
         each name. The settings of the optimizer's groups are in it: the learning rate, ``betas``,
         and the counts that schedulefree keeps there. The loss scale is not (`state_dict`).
 
-        Collective: every rank of ``process_group`` must call this. With ``saved`` it sends nothing.
+        Collective: every rank of `process_group` must call this. With ``saved`` it sends
+        nothing.
 
         Args:
             saved: The names in a checkpoint: ``reader.read_metadata().state_dict_metadata``.
@@ -528,6 +539,11 @@ class Amp:
         """Return the scaler, where there is one that scales."""
         given = (self.scaler,)
         return [it for it in given if isinstance(it, DistGradScaler) and it.is_enabled()]
+
+
+def _any(flags: Sequence[Tensor]) -> Tensor:
+    """Return whether one of several 0-d bools is set, on the device of the first."""
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
 def _load_scale(scaler: DistGradScaler, state: Any) -> None:

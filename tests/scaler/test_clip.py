@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 
-from distamp import clip_grad_norm_
+from distamp import StepGuard, clip_grad_norm_
 from distamp.errors import GradientError, SettingError, StageError
+from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 from tests.scaler.matrix.layouts import LAYOUTS
@@ -186,6 +187,49 @@ def test_a_replica_in_both_dimensions_of_a_mesh_counts_once():
     scaler.scale(torch.ones(()))
     norm = scaler.clip_grad_norm_(torch.optim.SGD([weight], lr=1.0), 1.0)
     assert norm.item() == pytest.approx(math.sqrt(3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["replicas", "parts"])
+@pytest.mark.parametrize(("norm_type", "messages"), [(2.0, 1), (3.0, 1), (INF, 2)])
+def test_a_clip_of_replicas_that_were_found_alike_is_one_message(norm_type, messages, layout):
+    """The norm is in that message, except that a largest magnitude is no sum."""
+    share = 1.0 if layout == "replicas" else 1.0 + dist.get_rank()
+    whole = [3.0, 4.0] if layout == "replicas" else [3.0, 4.0, 6.0, 8.0]
+    declared: Any = {} if layout == "replicas" else {"sharded": lambda _: True}
+    weight = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), cpu_scaler(init_scale=4.0)
+    counts = []
+    for _ in range(3):
+        scaler.scale(torch.ones(()))
+        weight.grad = torch.tensor([3.0, 4.0]) * share * 4.0
+        with count_collectives() as seen:
+            norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type, **declared)
+        counts.append(seen.count)
+        expected = torch.linalg.vector_norm(torch.tensor(whole), norm_type)
+        torch.testing.assert_close(norm, expected)
+        clipped = torch.tensor([3.0, 4.0]) * share / expected
+        torch.testing.assert_close(weight.grad, clipped, rtol=1e-5, atol=0.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert counts[1:] == [messages] * 2
+
+
+@on_ranks(2)
+def test_an_overflow_beside_the_clipped_parameters_skips_the_step_and_leaves_their_norm():
+    """Of one optimizer, of which rank 1 has inf in a parameter that is not clipped."""
+    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizer, guard = torch.optim.SGD(weights, lr=1.0), StepGuard()
+    guard.add_optimizer(optimizer)
+    for overflows in (False, True):
+        weights[0].grad = torch.tensor([4.0])
+        weights[1].grad = torch.tensor([INF if overflows and dist.get_rank() else 1.0])
+        norm = guard.clip_grad_norm_(weights[0], 1.0)
+        assert norm.item() == 4.0
+        assert guard.found_inf(optimizer).item() == float(overflows)
+        guard.step(optimizer)
+        guard.update()
+        assert guard.stepped(optimizer) is not overflows
 
 
 def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not():

@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler, StepGuard
+from distamp import DistGradScaler, StepGuard, clip_grad_norm_, initialize
 from distamp.errors import LockstepError, StageError
+from distamp.gradients import local_of
+from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, cpu_scaler, error_of
 
@@ -48,7 +50,8 @@ class Training:
         self.guard.update()
 
     def weights(self) -> list[float]:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()
+        local = [local_of(parameter.detach()) for parameter in self.model.parameters()]
+        return torch.cat([tensor.flatten() for tensor in local]).tolist()
 
 
 # -- other calls -----------------------------------------------------------------------------------
@@ -129,6 +132,59 @@ def test_a_local_report_sends_nothing():
     training.iteration()
     with pytest.raises(StageError, match=r"local=True\) found no inf or NaN .* of rank"):
         training.guard.overflow_report(local=True)
+
+
+# The call of rank 0, beside a clip without a guard on rank 1.
+BESIDE_A_CLIP: dict[str, Callable[[Training], Any]] = {
+    "step": lambda t: t.guard.step(t.optimizer),
+    "step(max_norm=1.0, skip_above=None)": lambda t: t.guard.step(t.optimizer, max_norm=1.0),
+    "clip_grad_norm_": lambda t: t.guard.clip_grad_norm_(t.optimizer, 1.0),
+    "overflow_report()": lambda t: t.guard.overflow_report(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", GUARDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", BESIDE_A_CLIP)
+def test_a_clip_without_a_guard_beside_another_call_raises_on_every_rank(call, layout, by):
+    training = Training(by, layout)
+    before = training.weights()
+    training.backward()
+    if training.odd:
+        name, text = error_of(clip_grad_norm_, training.optimizer, 1.0)
+    else:
+        name, text = error_of(BESIDE_A_CLIP[call], training)
+    assert name == "LockstepError"
+    assert f"rank 0: call={call!r}" in text
+    assert "rank 1: call='distamp.clip_grad_norm_(max_norm=1.0" in text
+    assert "iteration" not in text
+    assert training.weights() == before
+
+
+@on_ranks(2)
+def test_clips_without_a_guard_that_differ_raise_on_every_rank():
+    training = Training()
+    training.backward()
+    equal = [1, torch.tensor(1.0)][training.odd]
+    clip_grad_norm_(training.optimizer, equal)
+    name, text = error_of(clip_grad_norm_, training.optimizer, 1.0 + training.odd)
+    assert name == "LockstepError"
+    assert "max_norm=2.0" in text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+def test_a_clip_without_a_guard_sends_two_messages_and_counts_nothing(norm_type):
+    training = Training()
+    for _ in range(2):
+        training.backward()
+        with count_collectives() as seen:
+            clip_grad_norm_(training.optimizer, 1.0, norm_type)
+        assert seen.count == 2
+        training.guard.step(training.optimizer)
+        training.guard.update()
+    assert training.guard.step_counts(training.optimizer).taken == 3
 
 
 # -- errors in the order of calls ------------------------------------------------------------------
@@ -287,12 +343,34 @@ def test_an_optimizer_that_is_idle_beside_others_is_not_stepped_and_not_counted(
             training.guard.scale(critic(torch.ones(1, 2)).sum()).backward()
         training.guard.step_all([training.optimizer, other], max_norm=max_norm)
         assert training.guard.stepped(training.optimizer)
+        assert training.guard.taken_flag(training.optimizer)
+        assert training.guard.taken_flag(other).item() is trains
         assert training.guard.stepped(other) is trains
+        assert training.guard.found_inf(other).item() == 0.0
         training.guard.update()
         assert (critic.weight.tolist() == before) is (number < 3)
     assert training.guard.step_counts(training.optimizer).taken == 7
     assert training.guard.step_counts(other).taken == 2
     assert training.guard.step_counts(other).skipped == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", ["bf16", "O1"])
+def test_the_result_of_a_step_is_false_for_an_idle_optimizer(level):
+    """An overflow of the other optimizer skips that one alone."""
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp = initialize(models, optimizers, level)
+    results = []
+    for factor in (1.0, INF):
+        amp.zero_grad()
+        amp.backward((amp.models[0](torch.ones(2, 4)) * factor).sum())
+        result = amp.step()
+        results.append([bool(flag) for flag in (result, *result.optimizers)])
+        assert not amp.scaler.stepped(optimizers[1])
+        assert amp.scaler.found_inf(optimizers[1]).item() == 0.0
+    assert results == [[True, True, False], [False, False, False]]
+    assert amp.scaler.step_counts(optimizers[1]).taken == 0
 
 
 @on_ranks(2)

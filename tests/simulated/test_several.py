@@ -126,6 +126,31 @@ def test_more_optimizers_than_a_message_has_words_for(norm):
 
 
 @on_devices(2)
+@pytest.mark.parametrize("norm", [{}, {"max_norm": 100.0}])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_result_of_a_step_is_false_for_an_idle_optimizer(fused, norm):
+    """Nothing is read on the host before the result; the other optimizer overflows at last."""
+    models = [nn.Linear(4, 1, device="sim") for _ in range(2)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in models]
+    amp = distamp.initialize(models, optimizers, "bf16")
+    for factor, trains, expected in (
+        (1.0, False, [True, True, False]),
+        (1.0, True, [True, True, True]),
+        (INF, False, [False, False, False]),
+    ):
+        amp.zero_grad()
+        amp.backward((amp.models[0](torch.ones(2, 4, device="sim")) * factor).sum())
+        if trains and dist.get_rank():
+            amp.backward(amp.models[1](torch.ones(2, 4, device="sim")).sum())
+        result = amp.step(**norm, **({"sharded": lambda _: True} if norm else {}))
+        assert amp.scaler.found_inf(optimizers[1]).item() == 0.0
+        assert amp.scaler.stepped(optimizers[1]) is trains
+        assert [bool(flag) for flag in (result, *result.optimizers)] == expected
+    counts = amp.scaler.step_counts(optimizers[1])
+    assert (counts.taken, counts.skipped) == (1, 0)
+
+
+@on_devices(2)
 def test_a_disabled_scalers_clips_keep_no_copies():
     weight = torch.ones(1, device="sim", requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
@@ -169,6 +194,35 @@ def test_replicas_that_part_after_a_norm_are_seen_by_the_next_one():
         guard.update()
         raised.append(error[0] if error else "")
     assert raised == ["", "", "GradientError", "GradientError"]
+
+
+@on_devices(2)
+@pytest.mark.parametrize("by", ["method", "function"])
+def test_a_clip_on_one_rank_beside_a_fused_step_raises_on_every_rank(by):
+    """After clips that found replicas alike; the rank that stepped raises at its next call."""
+    weight = torch.ones(1, device="sim", requires_grad=True)
+    optimizer, guard = torch.optim.SGD([weight], lr=1.0, fused=True), StepGuard()
+    for _ in range(2):
+        weight.grad = torch.full((1,), 0.25, device="sim")
+        guard.clip_grad_norm_(optimizer, 1.0)
+        guard.step(optimizer)
+        guard.update()
+    weight.grad = torch.full((1,), 0.25, device="sim")
+    error = None
+    if dist.get_rank() == 0:
+        guard.step(optimizer)
+        guard.update()
+        error = error_of(guard.step, optimizer)
+    elif by == "function":
+        error = error_of(distamp.clip_grad_norm_, optimizer, 1.0)
+    else:
+        guard.clip_grad_norm_(optimizer, 1.0)
+        error = error_of(guard.overflow_report)
+    assert error is not None
+    assert error[0] == "LockstepError"
+    assert "rank 0: call='step'" in error[1]
+    assert "clip_grad_norm_" in error[1]
+    assert weight.item() == 0.5
 
 
 # -- levels ----------------------------------------------------------------------------------------
