@@ -1,8 +1,10 @@
 """The public names: every one that the docs use exists, whatever was imported before it."""
 
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import nn
@@ -64,6 +66,54 @@ _ATTRIBUTE = re.compile(rf"(?<![\w.\"'/-])({'|'.join(OBJECTS)})\.([a-z_]\w*)")
 APEXS = {"scale_loss", "master_params", "half_function", "float_function", "promote_function",
          "register_half_function", "register_float_function", "register_promote_function",
          "disable_casts", "initialize"}  # fmt: skip
+
+
+# The public functions and methods that send to other ranks. A method is under the class that
+# defines it.
+COLLECTIVE = {
+    "Amp.check",
+    "Amp.clip_grad_norm_",
+    "Amp.flat_state_dict",
+    "Amp.master_params",
+    "Amp.step",
+    "Asked.overflow_report",
+    "Contract.check",
+    "Contract.watch",
+    "DistGradScaler.update",
+    "StepGuard.update",
+    "StepReplay.step_ended",
+    "Steps.clip_grad_norm_",
+    "Steps.raise_on_all_ranks",
+    "Steps.step",
+    "Steps.step_all",
+    "Steps.unscale_",
+    "clip_grad_norm_",
+    "first_nonfinite",
+    "initialize",
+    "register",
+}
+
+
+def _public_functions() -> Iterator[tuple[str, str]]:
+    """Yield the name and the docstring of each public function and method."""
+    for room in (distamp, sys.modules["distamp.initialize"], distamp.scaler, comm_hooks):
+        for value in vars(room).values():
+            if not getattr(value, "__module__", "").startswith("distamp"):
+                continue
+            if inspect.isclass(value):
+                for base in value.__mro__:
+                    if base.__module__.startswith("distamp"):
+                        for name, method in vars(base).items():
+                            if inspect.isfunction(method) and not name.startswith("_"):
+                                yield f"{base.__name__}.{name}", method.__doc__ or ""
+            elif inspect.isfunction(value):
+                yield value.__name__, value.__doc__ or ""
+
+
+def test_what_sends_to_other_ranks_says_so() -> None:
+    sentence = re.compile(r"^ *Collective: every rank of .* must call this[. ]", re.MULTILINE)
+    documented = {name for name, text in _public_functions() if sentence.search(text)}
+    assert documented == COLLECTIVE
 
 
 def test_every_method_on_a_page_exists() -> None:

@@ -33,9 +33,12 @@ def register(
 ) -> CommHookState:
     """Average the gradients of a wrapped model through a wire format.
 
+    Collective: every rank of the model's groups must call this. Call it between any two backward
+    passes.
+
     Unlike ``model.register_comm_hook``, it works for each wrapper, and checks that format and
-    gradients fit. Call it on every rank at the same point, between any two backward passes. Under
-    ``Join``, ``divide_by_initial_world_size=False`` has no effect, as with torch's hooks.
+    gradients fit. Under ``Join``, ``divide_by_initial_world_size=False`` has no effect, as with
+    torch's hooks.
 
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that

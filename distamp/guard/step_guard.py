@@ -111,6 +111,10 @@ class StepGuard(Steps):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Begin the next iteration.
 
+        Collective: every rank of `process_group` must call this. It sends a
+        message only after inf or NaN that all ranks found together on the host, and to replay a
+        step.
+
         Args:
             new_scale: Only for loops that are written for a scaler; 1.0.
 

@@ -70,8 +70,8 @@ def initialize(
     DataParallel is cast in place. Under DDP, call `cast_model` before wrapping. Under FSDP, O2 is
     its own mixed precision. Where it is otherwise, the error gives the right order.
 
-    Collective: every rank of ``process_group`` must call this, except with ``optimizers=None``. A
-    rank that refuses its arguments makes every rank raise.
+    Collective: every rank of `process_group` must call this. With ``optimizers=None`` it sends
+    nothing. A rank that refuses its arguments makes every rank raise.
 
     Args:
         model: The model that you call, wrapped or not; or several.

@@ -257,6 +257,10 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         Like ``torch.amp.GradScaler.update``, but the scale stays within its bounds, and gradients
         that no call looked at in this iteration are multiplied by new / old.
 
+        Collective: every rank of `process_group` must call this. It sends a
+        message only after inf or NaN that all ranks found together on the host, and to replay a
+        step.
+
         Args:
             new_scale: The new scale: a float, an int, or a tensor of one element.
 
