@@ -1,4 +1,4 @@
-"""The shape of the package: which room may import which, and which names are public."""
+"""The shape of the package: its import graph, its public names, and how its files read."""
 
 import ast
 import importlib
@@ -8,6 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 import distamp
+from tests.house_style import (
+    LIBRARY,
+    goals_for,
+    load_exceptions,
+    load_private_names,
+    measure,
+    source_files,
+    too_high,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
@@ -173,3 +182,41 @@ def test_no_modules_import_each_other():
         for name in free:
             del waiting[name]
     assert set(waiting) == set()
+
+
+# -- how the files read ------------------------------------------------------------------------
+
+STYLES = {file: measure((ROOT / file).read_text()) for file in source_files()}
+
+
+def test_no_file_reads_worse_than_its_goal_or_its_exception():
+    """Density, names, prose and summaries; exceptions are lowered by `tests.house_style`."""
+    exceptions = load_exceptions()
+    worse = {
+        file: measures
+        for file, style in STYLES.items()
+        if (measures := too_high(file, style, exceptions))
+    }
+    assert worse == {}
+
+
+def test_no_exception_is_left_for_a_file_that_meets_its_goal():
+    """An exception that is not needed any more goes, so the list only shrinks."""
+    idle = []
+    for file, measures in load_exceptions().items():
+        for name in measures:
+            if file not in STYLES or getattr(STYLES[file], name) <= goals_for(file)[name]:
+                idle.append(f"{file}: {name}")
+    assert idle == [], "run python -m tests.house_style"
+
+
+def test_private_names_of_torch_are_read_only_where_they_are_listed():
+    """A private name may change with every release of torch, so each stands in few known files."""
+    listed = load_private_names()
+    unlisted = {
+        file: sorted(names)
+        for file, style in STYLES.items()
+        if file.split("/")[0] in LIBRARY
+        if (names := style.torch_private - set(listed.get(file, [])))
+    }
+    assert unlisted == {}
