@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common import command
-from distamp.comm_hooks import WIRE_FORMATS
+from distamp.comm_hooks import COMM_FORMATS
 from distamp.comm_hooks import exchange as exchanges
 from distamp.comm_hooks import transport as transports
 from distamp.comm_hooks.formats import Feedback
@@ -72,7 +72,7 @@ def imagined(
     ):
         table = Hosts(iter(["name"]), places, "two levels")
         exchange = exchanges.Exchange(table, group, META, HookStats())
-        values, form = torch.empty(NUMEL, device=META), WIRE_FORMATS[wire]
+        values, form = torch.empty(NUMEL, device=META), COMM_FORMATS[wire]
         fed = torch.empty(3, device=META)
         feedback = [Feedback(fed, fed)] * 2 if form.needs_error_feedback else []
 

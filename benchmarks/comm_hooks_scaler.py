@@ -28,7 +28,7 @@ def time_steps(parameters: int, buckets: int, rounds: int) -> Timings:
         sgd, scaler = torch.optim.SGD(made, lr=0.0), DistGradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.ones(()))
         if name == "with":
-            state, count = comm_hooks.CommHookState("int8"), parameters // buckets
+            state, count = comm_hooks.CommHook("int8"), parameters // buckets
             scaler.attach(state)
             for start in range(0, parameters, count):
                 bucket = made[start : start + count]

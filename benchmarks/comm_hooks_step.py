@@ -28,7 +28,7 @@ def register(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
     """Register torch's hook, or distamp's for a wire format; return the state of the latter."""
     if name == TORCH:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name in comm_hooks.WIRE_FORMATS:
+    elif name in comm_hooks.COMM_FORMATS:
         return comm_hooks.register(model, name, **settings)
     return None
 

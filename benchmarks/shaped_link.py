@@ -36,7 +36,7 @@ from tests import netns
 
 COMPUTE, POLICY, BOTH = "compute", "bf16 policy", "int8 both"
 CONTENDERS = {
-    "ddp": (COMPUTE, FP32, TORCH, *comm_hooks.WIRE_FORMATS),
+    "ddp": (COMPUTE, FP32, TORCH, *comm_hooks.COMM_FORMATS),
     "fsdp2": (FP32, POLICY, "fp16", "int8", BOTH),
 }
 SIZE = Config(layers=8, heads=8, width=512, block=32)

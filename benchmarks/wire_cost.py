@@ -16,13 +16,13 @@ from typing import Literal
 import torch
 
 from benchmarks.common import command, interleave, median, ratio, table
-from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
+from distamp.comm_hooks import COMM_FORMATS, CommFormat, formats
 from distamp.comm_hooks.formats import BLOCK, Places, Source
 
 COPY = "copy"
 
 
-def calls_of(wire: WireFormat, values: torch.Tensor) -> dict[str, Callable[[], object]]:
+def calls_of(wire: CommFormat, values: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Return what encodes, decodes, and adds two ranks' rows, in one format."""
     numel = values.numel()
     padded = -(-numel // BLOCK) * BLOCK
@@ -58,7 +58,7 @@ def main(
         ".float()": lambda: other.copy_(half),
     }
     moved = {COPY: 8 * elements, ".half()": 6 * elements, ".float()": 6 * elements}
-    for wire in WIRE_FORMATS.values():
+    for wire in COMM_FORMATS.values():
         row = wire.row_bytes(elements)
         for what, call in calls_of(wire, values).items():
             contenders[f"{wire.name} {what}"] = call

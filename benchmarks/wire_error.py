@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comm_hooks_step import TORCH, register
 from benchmarks.common import command, table
-from distamp.comm_hooks import WIRE_FORMATS
+from distamp.comm_hooks import COMM_FORMATS
 from tests.ranks import RankPool
 
 LAYERS, SMALL = 24, 96
-NAMES = (TORCH, *WIRE_FORMATS)
+NAMES = (TORCH, *COMM_FORMATS)
 
 
 class Given(nn.Module):
@@ -124,7 +124,7 @@ def main(*, elements: int = 1 << 14, steps: int = 32) -> None:
         title = "Eight ranks: error of the worst layer, and elements made inf, by loss scale:"
         table(["format", "scale 1", "2^16", "2^24"], rows, title)
         rows = []
-        for name, wire in WIRE_FORMATS.items():
+        for name, wire in COMM_FORMATS.items():
             given = name, elements // 4, steps
             (every, small), (fed, small_fed) = (
                 four.run(sums, *given, feedback)[0] for feedback in (False, True)

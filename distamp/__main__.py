@@ -14,7 +14,7 @@ import torch
 
 from distamp.doctor import diagnose
 from distamp.precision import LEVELS
-from distamp.report import Contract, preflight
+from distamp.report import PrecisionContract, preflight
 
 __all__ = ["main", "parser"]
 
@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "factory",
         help="package.module:name of a callable that takes nothing and returns the arguments of "
-        "Contract.check: (step, model), (step, model, optimizer) or a dict, which may have the "
+        "PrecisionContract.check: (step, model), (step, model, optimizer) or a dict, which may "
+        "have the "
         "'contract' too",
     )
     check.add_argument(
@@ -164,7 +165,7 @@ def _check(options: argparse.Namespace) -> int:
             f"{options.factory} returned a {type(model).__name__} as the model, which is a "
             "torch.nn.Module or several in a tuple"
         )
-    contract = values.pop("contract", None) or Contract.of(options.level, *models)
+    contract = values.pop("contract", None) or PrecisionContract.of(options.level, *models)
     result = contract.check(**values)
     if os.environ.get("RANK", "0") == "0":
         print(result)

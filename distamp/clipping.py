@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.errors import GradientError, SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError, GradientError
 from distamp.fsdp_params import sharded_params
 from distamp.gradients import (
     are_dense,
@@ -92,7 +92,7 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
 
     Raises:
         TypeError: Something given is neither.
-        StageError: Gradients may be scaled, and belong to none of ``optimizers``.
+        CallOrderError: Gradients may be scaled, and belong to none of ``optimizers``.
         GradientError: FSDP1 has gathered the parameters, which have no gradients then.
     """
     is_one = is_optimizer(given)
@@ -118,10 +118,10 @@ def choose(given: Any, optimizers: Iterable[Any], scaled: bool) -> Chosen:
     if wanted and all(parameter.grad is None for parameter in wanted.values()):
         _refuse_summoned(list(wanted.values()), optimizers)
     if left and scaled:
-        raise StageError(
+        raise CallOrderError(
             f"{len(left)} of {len(wanted)} parameters have gradients and belong to no optimizer "
             "this scaler has seen yet, so it does not know whether those are still scaled. Give "
-            "clip_grad_norm_ the optimizer, or call add_optimizer(optimizer) first"
+            "clip_grad_norm_ the optimizer, or call register_optimizers(optimizer) first"
         )
     if left:  # in the order given, for a norm of DTensors may be a collective
         shares.append(Share([(p, p) for key, p in wanted.items() if key in left]))
@@ -208,14 +208,14 @@ def positive(name: str, value: Any, or_zero: bool = False) -> float:
     """Return an argument as a float; torch's function takes ``"inf"`` and tensors too.
 
     Raises:
-        SettingError: It is no number above 0, or 0 where that is allowed.
+        ConfigError: It is no number above 0, or 0 where that is allowed.
     """
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not (number > 0 or (or_zero and number == 0)):
-        raise SettingError(f"{name} must be {'>=' if or_zero else '>'} 0, not {value!r}")
+        raise ConfigError(f"{name} must be {'>=' if or_zero else '>'} 0, not {value!r}")
     return number
 
 
@@ -245,7 +245,7 @@ def local_sums(
         is taken for a part although several ranks may hold it, and nothing says so.
 
     Raises:
-        SettingError: A parameter is declared both.
+        ConfigError: A parameter is declared both.
     """
     powers: dict[int, list[Tensor]] = {}
     for (kind, weight), tensors in _alike(shares, size, replicated, sharded).items():
@@ -330,7 +330,7 @@ def _counted(
     is_replica = replicated is not None and bool(replicated(parameter))
     cut = None if sharded is None else sharded(parameter)
     if is_replica and cut:
-        raise SettingError(
+        raise ConfigError(
             f"a parameter of shape {tuple(parameter.shape)} is declared both replicated= and "
             "sharded=; declare it replicated if every rank has the same values, else sharded"
         )

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
-from distamp.errors import LockstepError, StageError
+from distamp.errors import CallOrderError, RankMismatchError
 
 __all__ = ["Group", "GroupLike", "check_group", "gather_sums", "reach", "resolve"]
 
@@ -77,18 +77,18 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     group; only a smaller mesh of several dimensions needs a group of its own, made by its members.
 
     Raises:
-        StageError: An explicit group was destroyed.
+        CallOrderError: An explicit group was destroyed.
     """
     world: Any = dist.group.WORLD if _AVAILABLE else None
     if given is None:
         return world  # type: ignore[no-any-return]
     if world is None:
-        raise StageError(_DESTROYED)
+        raise CallOrderError(_DESTROYED)
     if isinstance(given, ProcessGroup):
         try:
             dist.get_rank(given)  # unlike get_world_size, refuses a group that is gone
         except (ValueError, RuntimeError) as error:
-            raise StageError(f"{_DESTROYED} ({error})") from None
+            raise CallOrderError(f"{_DESTROYED} ({error})") from None
         return given
     if given.ndim == 1:
         return given.get_group()
@@ -114,7 +114,7 @@ def reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
     try:
         collective(*given)
     except RuntimeError as error:
-        raise LockstepError(
+        raise RankMismatchError(
             f"rank {group.global_rank} lost its peers. A rank died, or it did not make the same "
             "call of the guard or scaler within the group's timeout, or its guard or scaler is "
             "disabled. If only some ranks train, make a group of those ranks and pass it as "

@@ -14,7 +14,7 @@ import torch
 
 import distamp.cpu.amp
 import distamp.cuda.amp
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
 
@@ -106,7 +106,7 @@ def install(*, guard: bool = False, **settings: Any) -> Installation:
 
     Raises:
         TypeError, ValueError: `DistGradScaler` has no such setting, or refuses its value.
-        StageError: It is installed already, and settings are given.
+        CallOrderError: It is installed already, and settings are given.
 
     Warns:
         RuntimeWarning: Other code took torch's class before; it still uses torch's. Names it.
@@ -118,7 +118,7 @@ def install(*, guard: bool = False, **settings: Any) -> Installation:
         from transformers import Trainer
     """
     if _put and (settings or guard):
-        raise StageError("distamp is installed already; call uninstall() before other settings")
+        raise CallOrderError("distamp is installed already; call uninstall() before other settings")
     if _put:
         return Installation(_late(), first=False)
     DistGradScaler("cpu", **settings)  # refuses settings here, and not where a trainer uses them

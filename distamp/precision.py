@@ -11,24 +11,24 @@ from typing import Any, Literal, Self
 
 import torch
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.module_names import module_names
 
-__all__ = ["LEVELS", "Precision"]
+__all__ = ["LEVELS", "PrecisionLevel"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # The name that reports give to everything that runs in no module.
 _OUTSIDE = "(outside)"
-_PINS = ("fp32", "fp16", "bf16", "fp32:keep", "fp16:keep", "bf16:keep")
+_PINS = ("fp32", "fp16", "bf16", "fp32:keep_output", "fp16:keep_output", "bf16:keep_output")
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionLevel:
     """The dtypes of one way to train, and what follows from them.
 
     Differs from Apex's properties in that it is a value: nothing is set on it, and a combination
-    that contradicts itself cannot be made. `Precision.of` makes the rows of `LEVELS`.
+    that contradicts itself cannot be made. `PrecisionLevel.from_name` makes the rows of `LEVELS`.
 
     Args:
         level: Its name.
@@ -44,13 +44,14 @@ class Precision:
             parameters and 16-bit remainders.
         loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
         pins: Modules in a precision of their own: pairs of a shell pattern over module names and
-            what `distamp.pin_precision` takes by name; of several that match, the last counts.
+            what `distamp.set_module_precision` takes by name; of several that match, the last
+            counts.
         float8: How linear layers that can are scaled when they compute in float8; None where none
             does.
         float8_all_gather: Whether FSDP2 gathers their weights in float8.
 
     Raises:
-        SettingError: Something contradicts something else.
+        ConfigError: Something contradicts something else.
 
     Source: Apex's documentation of its opt levels; Micikevicius et al., "Mixed Precision Training",
     2018.
@@ -96,48 +97,48 @@ class Precision:
         for name in ("param", "compute", "reduce", "output"):
             dtype = getattr(self, name)
             if dtype not in (torch.float32, *_HALF) and (name, dtype) != ("output", None):
-                raise SettingError(
+                raise ConfigError(
                     f"{name} must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}"
                 )
         if self.autocasts and self.param is not torch.float32:
-            raise SettingError(
+            raise ConfigError(
                 f"compute={self.compute} with param={self.param}: autocast casts from float32 "
                 "weights, so let param be torch.float32, or compute the same as param"
             )
         is_split = self.master_weights == "split"
         if is_split and self.param is not torch.bfloat16:
-            raise SettingError(
+            raise ConfigError(
                 "master_weights='split' stores float32 values as bfloat16 parameters and 16 bits, "
                 f"and the parameters of {self.level} are {self.param}; take bf16-O2, or True"
             )
         for name, contradiction in (("keep_batchnorm_fp32", False), ("master_weights", True)):
             value = True if name == "master_weights" and is_split else getattr(self, name)
             if not isinstance(value, bool) and (self.casts_model or value is not None):
-                raise SettingError(f"{name} must be True or False at {self.level}, not {value!r}")
+                raise ConfigError(f"{name} must be True or False at {self.level}, not {value!r}")
             contradicts = value is not None if self.autocasts else value is contradiction
             if contradicts and not self.casts_model:
-                raise SettingError(
+                raise ConfigError(
                     f"{name}={value} contradicts {self.level}, whose parameters are float32 "
                     "already; leave it out, or take O2 or O3, whose model is cast"
                 )
         beside = (self.param, self.compute) == (torch.float32, torch.bfloat16)
         if self.float8 is not None and not (self.float8 in ("tensorwise", "rowwise") and beside):
-            raise SettingError(
+            raise ConfigError(
                 "float8 must be 'tensorwise' or 'rowwise', in a region of bfloat16 over float32 "
                 f"parameters, not {self.float8!r} at {self.level}; take fp8 or fp8-rowwise"
             )
         if self.float8_all_gather and self.float8 != "tensorwise":
-            raise SettingError(
+            raise ConfigError(
                 "float8_all_gather gathers shards under one scale for each weight: it needs "
                 f"float8='tensorwise', not {self.float8!r}; take fp8"
             )
         scale = self.loss_scale
         number = isinstance(scale, float) and math.isfinite(scale) and scale > 0
         if scale != "dynamic" and not number:
-            raise SettingError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
+            raise ConfigError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
         for pattern, pin in self.pins:
             if not isinstance(pattern, str) or pin not in _PINS:
-                raise SettingError(
+                raise ConfigError(
                     "precision must have shell patterns over module names, each with one of "
                     f"{list(_PINS)}, not {pattern!r}: {pin!r}"
                 )
@@ -145,13 +146,13 @@ class Precision:
     @classmethod
     def of(
         cls,
-        level: str | Precision,
+        level: str | PrecisionLevel,
         *,
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | Literal["split"] | None = None,
         loss_scale: float | str | None = None,
         precision: Mapping[str, str] | None = None,
-    ) -> Precision:
+    ) -> PrecisionLevel:
         """Return a row of `LEVELS`, with some of it overridden as in Apex.
 
         Args:
@@ -161,17 +162,18 @@ class Precision:
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
             loss_scale: Overrides the row's; a number, also as text, or ``"dynamic"``.
-            precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head": "fp32:keep"}``.
+            precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head":
+                "fp32:keep_output"}``.
 
         Raises:
-            SettingError: There is no such level, or the override contradicts it.
+            ConfigError: There is no such level, or the override contradicts it.
         """
-        row = level if isinstance(level, Precision) else LEVELS.get(level)
+        row = level if isinstance(level, PrecisionLevel) else LEVELS.get(level)
         if row is None:
             hint = "; the O is a letter" if str(level).startswith("0") else ""
             if level in _SHORT.values():
                 hint = "; fp32 is O0, and fp16 is O1"
-            raise SettingError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
+            raise ConfigError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
         words = {"True": True, "False": False}
         given = {
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
@@ -179,12 +181,13 @@ class Precision:
             "loss_scale": _number(loss_scale),
             "pins": None if precision is None else _pairs(precision),
         }
-        return row.replaced(**{name: value for name, value in given.items() if value is not None})
+        return row.replace(**{name: value for name, value in given.items() if value is not None})
 
     def contract(self, *models: Any) -> dict[str, Any]:
-        """Return what this level promises of each part of a step: `Contract`'s arguments.
+        """Return what this level promises of each part of a step: `PrecisionContract`'s arguments.
 
-        ``Contract(**precision.contract(model))`` is the contract; ``amp.check(step)`` checks it.
+        ``PrecisionContract(**precision.contract(model))`` is the contract; ``amp.check(step)``
+        checks it.
 
         Args:
             models: Whose parameters at a level that casts may be FSDP's float32 shards, which are
@@ -240,14 +243,14 @@ class Precision:
         parameters = {"parameters": (pin, "fp32")} if self.casts_model else {}
         return parameters | {"compute": pin, "norms": (pin, "fp32")}
 
-    def replaced(self, **changes: object) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return a copy with some fields changed, checked as a whole."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 def _pairs(precision: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(precision, Mapping):
-        raise SettingError(
+        raise ConfigError(
             "precision must map patterns over module names to precisions, as in "
             f"{{'*.norm': 'fp32'}}, not {precision!r:.80}"
         )
@@ -266,20 +269,22 @@ _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DYNAMIC: Literal["dynamic"] = "dynamic"
 
 #: Every level by name.
-LEVELS: Mapping[str, Precision] = MappingProxyType(
+LEVELS: Mapping[str, PrecisionLevel] = MappingProxyType(
     {
         row.level: row
         for row in (
             #         level      param  compute reduce output  batch norm, masters, loss scale
-            Precision("O0", _F32, _F32, _F32, _F32, None, False, 1.0),
-            Precision("O1", _F32, _F16, _F32, None, None, None, _DYNAMIC),
-            Precision("O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
-            Precision("O3", _F16, _F16, _F16, _F32, False, False, 1.0),
-            Precision("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
-            Precision("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
-            Precision("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
-            Precision("fp8", _F32, _BF16, _F32, None, None, None, 1.0, float8="tensorwise"),
-            Precision("fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, float8="rowwise"),
+            PrecisionLevel("O0", _F32, _F32, _F32, _F32, None, False, 1.0),
+            PrecisionLevel("O1", _F32, _F16, _F32, None, None, None, _DYNAMIC),
+            PrecisionLevel("O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
+            PrecisionLevel("O3", _F16, _F16, _F16, _F32, False, False, 1.0),
+            PrecisionLevel("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
+            PrecisionLevel("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
+            PrecisionLevel("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
+            PrecisionLevel("fp8", _F32, _BF16, _F32, None, None, None, 1.0, float8="tensorwise"),
+            PrecisionLevel(
+                "fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, float8="rowwise"
+            ),
         )
     }
 )

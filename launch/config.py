@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
-from distamp import Precision
+from distamp import PrecisionLevel
 from distamp.precision import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
 from launch.program import UnknownNameError, call, command, refusing, require
@@ -178,7 +178,7 @@ class _Optimizer(BaseModel, frozen=True):
         "largest norm of the gradients; 0: do not clip",
         "grad_clip max_norm max_grad_norm gradient_clip clip_grad_norm",
     )
-    skip_above: FiniteOrNone = option(
+    skip_norm_above: FiniteOrNone = option(
         0.0, "skip a step whose norm lies above this, on every rank; 0: none", "spike"
     )
     on_nonfinite: Literal["skip", "report"] = option(
@@ -227,14 +227,14 @@ class Config(
     """Train a model in mixed precision, on as many ranks as torchrun starts."""
 
     @cached_property
-    def level(self) -> Precision:
+    def level(self) -> PrecisionLevel:
         """The dtypes of ``--precision``, and what goes with them.
 
         Raises:
             UsageError: Its file cannot be read.
         """
         if not self.precision.endswith(".toml"):
-            return Precision.of(_LEVELS.get(self.precision, self.precision))
+            return PrecisionLevel.from_name(_LEVELS.get(self.precision, self.precision))
         with refusing(f"--precision {self.precision}", OSError, ValueError):
             given = tomllib.loads(Path(self.precision).read_text(encoding="utf-8"))
             if given.keys() | {"modules"} != {"level", "modules"}:
@@ -243,7 +243,7 @@ class Config(
                     "are to have a precision of their own, a table [modules]"
                 )
             level = _LEVELS.get(given["level"], given["level"])
-            return Precision.of(level, precision=given.get("modules", {}))
+            return PrecisionLevel.from_name(level, precision=given.get("modules", {}))
 
     @property
     def goes_on(self) -> bool:

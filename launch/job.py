@@ -7,7 +7,7 @@ from torch import nn
 
 from distamp import cast_model, initialize
 from distamp.initialize import Amp
-from distamp.scaler import DynamicSchedule
+from distamp.scaler import DynamicLossScale
 from launch.config import Config
 from launch.data import Data
 from launch.model import build, draw
@@ -107,7 +107,7 @@ def start(
             optimizers,
             level,
             init_scale=config.init_scale if is_dynamic else None,
-            schedule=DynamicSchedule(growth_interval=config.growth_interval)
+            schedule=DynamicLossScale(growth_interval=config.growth_interval)
             if is_dynamic
             else None,
             # A scale that is too large is found by skips in a row.

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from rich.console import Console
 from rich.progress import Progress
 
-from distamp import NonFinite
+from distamp import NonFiniteOrigin
 from launch.data import Data
 from launch.folder import begin, write_whole
 from launch.job import Job
@@ -144,7 +144,7 @@ class Metrics(contextlib.ExitStack):
         if not record.get("taken", True):
             finite = math.isfinite(record["gradient_norm"])
             shown["why"] = (
-                f"norm above --skip-above {config.skip_above:g}" if finite else "not finite"
+                f"norm above --skip-above {config.skip_norm_above:g}" if finite else "not finite"
             )
         parts = [(form, shown[key]) for key, form in _SHOWN.items() if key in shown]
         return "  ".join(form.format(value, unit=self._unit) for form, value in parts)
@@ -162,7 +162,7 @@ class Metrics(contextlib.ExitStack):
             speed["mfu"] = round(examples * self._flops / peak, 4)
         return speed
 
-    def blame(self, origin: NonFinite) -> None:
+    def blame(self, origin: NonFiniteOrigin) -> None:
         """Keep where the first inf or NaN of this step was born; distamp has logged it."""
         row = {"step": self._job.progress.step, **origin.to_dict()}
         if self._is_first:

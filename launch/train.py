@@ -19,7 +19,7 @@ if missing := [
 import torch
 from torch import Tensor
 
-from distamp import NonFiniteGradients, StepReplay
+from distamp import NonFiniteGradientsError, StepReplay
 from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
 from launch.data import Batch, batches, load_data, order
@@ -160,10 +160,12 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tup
         guard.keep(lambda: run_passes(job, microbatches), *map(vars, microbatches))
         replay.found = None
     loss = run_passes(job, microbatches)
-    max_norm, skip_above = config.clip or math.inf, config.skip_above or None
+    max_norm, skip_norm_above = config.clip or math.inf, config.skip_norm_above or None
     try:
-        taken = job.amp.step(max_norm=max_norm, skip_above=skip_above, sharded=cut_over).taken
-    except NonFiniteGradients as error:
+        taken = job.amp.step(
+            max_norm=max_norm, skip_norm_above=skip_norm_above, sharded=cut_over
+        ).taken
+    except NonFiniteGradientsError as error:
         where = "--on-nonfinite report says" if replay is None else "nonfinite.jsonl says"
         what, _, _ = str(error).partition(". ")
         raise UsageError(

@@ -74,7 +74,7 @@ def test_a_frozen_parameter_of_no_optimizer_is_passed_over_by_the_scaler():
     parameter, frozen = leaf(3.0, 4.0), leaf(1.0).requires_grad_(False)
     optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), cpu_scaler()
     backward(scaler, parameter, [3.0, 4.0])
-    scaler.add_optimizer(optimizer)
+    scaler.register_optimizers(optimizer)
     assert scaler.clip_grad_norm_([frozen, parameter], 1e3).item() == 5.0
 
 
@@ -138,4 +138,4 @@ def test_what_one_rank_does_wrong_is_raised_on_all(ranks2, name):
     if expected:
         assert (first, words in said) == (second, True) == (expected, True)
     else:
-        assert (second, "rank 1" in said) == ("SettingError", True)
+        assert (second, "rank 1" in said) == ("ConfigError", True)

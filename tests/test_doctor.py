@@ -144,7 +144,7 @@ def trains():
 
 def trains_as_declared():
     step, model, optimizer = trains()
-    contract = distamp.Contract(compute="fp32")
+    contract = distamp.PrecisionContract(compute="fp32")
     return {"step": step, "model": model, "optimizer": optimizer, "contract": contract}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
-from distamp.scaler import HysteresisSchedule
+from distamp.scaler import HysteresisLossScale
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import iteration, sgd
 
@@ -90,7 +90,7 @@ def hook() -> Subject:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "scaler": scaler,
-    "schedule": lambda: scaler(schedule=HysteresisSchedule(hysteresis=2)),
+    "schedule": lambda: scaler(schedule=HysteresisLossScale(hysteresis=2)),
     "amp": amp,
 }
 

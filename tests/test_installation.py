@@ -17,7 +17,7 @@ from torch.distributed.fsdp import sharded_grad_scaler
 
 import distamp
 from distamp import DistGradScaler
-from distamp.errors import LossScaleCollapse, SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError, LossScaleCollapseError
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import iteration, sgd
 
@@ -117,7 +117,7 @@ def test_a_scaler_that_a_trainer_makes_takes_the_settings(make):
         own = torch.amp.GradScaler("cpu", growth_interval=3)
     assert (scaler.get_growth_interval(), own.get_growth_interval()) == (7, 3)
     for other in (copy.deepcopy(scaler), scaler):
-        with pytest.raises(LossScaleCollapse):
+        with pytest.raises(LossScaleCollapseError):
             train(other, *[torch.inf] * 3)
         assert other.get_scale() == 0.5
 
@@ -131,11 +131,11 @@ def test_a_scaler_that_is_made_disabled_guards_where_that_was_asked_for(guard):
 
 
 def test_a_setting_that_cannot_be_is_refused_at_once():
-    with pytest.raises(SettingError, match="min_scale"):
+    with pytest.raises(ConfigError, match="min_scale"):
         distamp.install(min_scale=-1.0)
     with pytest.raises(TypeError, match="no_such"):
         distamp.install(no_such=1)
-    with installed(), pytest.raises(StageError, match="uninstall"):
+    with installed(), pytest.raises(CallOrderError, match="uninstall"):
         distamp.install(min_scale=0.5)
 
 

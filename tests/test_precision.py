@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from distamp.errors import SettingError
-from distamp.precision import LEVELS, Precision
+from distamp.errors import ConfigError
+from distamp.precision import LEVELS, PrecisionLevel
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -35,18 +35,18 @@ def test_a_row_has_the_defaults_that_apex_documents(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_float16_levels_run_a_scaler_and_others_where_they_are_asked_to(level):
-    assert Precision.of(level).scales is (level in ("O1", "O2", "O3"))
+    assert PrecisionLevel.from_name(level).scales is (level in ("O1", "O2", "O3"))
     for loss_scale in ("dynamic", 128.0):
-        assert Precision.of(level, loss_scale=loss_scale).scales
+        assert PrecisionLevel.from_name(level, loss_scale=loss_scale).scales
 
 
 @pytest.mark.parametrize(("half", "bf16"), [("O1", "bf16"), ("O2", "bf16-O2"), ("O3", "bf16-O3")])
 def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16):
     swapped = {
         field.name: BF16 if (value := getattr(LEVELS[half], field.name)) is F16 else value
-        for field in dataclasses.fields(Precision)
+        for field in dataclasses.fields(PrecisionLevel)
     }
-    assert Precision(**swapped | {"level": bf16, "loss_scale": 1.0}) == LEVELS[bf16]
+    assert PrecisionLevel(**swapped | {"level": bf16, "loss_scale": 1.0}) == LEVELS[bf16]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16)
     ],
 )
 def test_overrides_are_spelled_as_in_apex(given, field, value):
-    overridden = Precision.of("O3", **given)
+    overridden = PrecisionLevel.from_name("O3", **given)
     assert getattr(overridden, field) == value
-    assert overridden == LEVELS["O3"].replaced(**{field: value})
+    assert overridden == LEVELS["O3"].replace(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_overrides_are_spelled_as_in_apex(given, field, value):
     ],
 )
 def test_a_contradiction_is_refused_with_its_reason(level, override, reason):
-    with pytest.raises(SettingError, match=reason) as raised:
-        Precision.of(level, **override)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        PrecisionLevel.from_name(level, **override)
     assert "\n" not in str(raised.value)
 
 
 def test_what_o0_says_of_itself_may_be_said():
-    said = Precision.of("O0", keep_batchnorm_fp32=True, master_weights=False)
-    assert said == LEVELS["O0"].replaced(keep_batchnorm_fp32=True)
+    said = PrecisionLevel.from_name("O0", keep_batchnorm_fp32=True, master_weights=False)
+    assert said == LEVELS["O0"].replace(keep_batchnorm_fp32=True)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_what_o0_says_of_itself_may_be_said():
     + [("O0", {f: torch.int8}, f) for f in ("param", "compute", "reduce", "output")],
 )
 def test_rows_that_cannot_be_made(level, changed, says):
-    with pytest.raises(SettingError, match=says):
-        LEVELS[level].replaced(**changed)
+    with pytest.raises(ConfigError, match=says):
+        LEVELS[level].replace(**changed)
 
 
 def test_gradients_of_a_cast_model_may_be_reduced_in_more_and_those_of_a_region_not_in_less():

@@ -6,13 +6,13 @@
 from torch.amp import custom_bwd, custom_fwd
 
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.pin import PINS, Pin, pin_of, pin_precision
+from distamp.autocast.pin import PINS, Pin, pin_of, set_module_precision
 from distamp.autocast.region import autocast
 from distamp.autocast.state import (
     AutocastState,
     DataParallel,
     checkpoint,
-    checkpoint_contexts,
+    checkpoint_context_fn,
     propagate,
 )
 
@@ -24,10 +24,10 @@ __all__ = [
     "Pin",
     "autocast",
     "checkpoint",
-    "checkpoint_contexts",
+    "checkpoint_context_fn",
     "custom_bwd",
     "custom_fwd",
     "pin_of",
-    "pin_precision",
     "propagate",
+    "set_module_precision",
 ]

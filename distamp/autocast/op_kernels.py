@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from distamp.autocast.op_names import Category, autocast_key, schema_of
 from distamp.autocast.thread_state import Mark, local, mark, never_compiled, reentrant_checkpoint
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 
 __all__ = ["register", "rules_of"]
 
@@ -100,10 +100,10 @@ class _Kernel:
         if category is None and self._torchs is not None:
             return self._run_torchs(keys, *args, **kwargs)
         if category is not None and reentrant_checkpoint() not in (None, local.listed_in):
-            raise SettingError(
+            raise ConfigError(
                 "torch.utils.checkpoint with use_reentrant=True recomputes without the op lists of "
                 f"this region, and {self._slot[0]} is on one; call distamp.checkpoint in its "
-                "place, or pass use_reentrant=False, context_fn=distamp.checkpoint_contexts"
+                "place, or pass use_reentrant=False, context_fn=distamp.checkpoint_context_fn"
             )
         explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])
         # The number of x * 2 arrives as it is, and an overload takes tensors alone.

@@ -1,4 +1,4 @@
-"""pin_precision: one module of a model in a precision of its own."""
+"""set_module_precision: one module of a model in a precision of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from distamp.autocast.compiled_backward import warn_of_pin
 from distamp.autocast.op_names import nearest
 from distamp.autocast.region import autocast
 
-__all__ = ["PINS", "Pin", "pin_of", "pin_precision"]
+__all__ = ["PINS", "Pin", "pin_of", "set_module_precision"]
 
 _M = TypeVar("_M", bound=nn.Module)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: What a module can be pinned to, by name.
-PINS = (*_DTYPES, *(f"{name}:keep" for name in _DTYPES))
+PINS = (*_DTYPES, *(f"{name}:keep_output" for name in _DTYPES))
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -41,7 +41,7 @@ class Pin:
     model_dtype: torch.dtype | None = None
 
 
-def pin_precision(
+def set_module_precision(
     module: _M, dtype: str | torch.dtype | None, *, model_dtype: torch.dtype | None = None
 ) -> _M:
     """Make a module, and the modules inside it, compute in one precision in whatever region.
@@ -54,17 +54,18 @@ def pin_precision(
     Outside of a region, a half-precision input shows that the model around computes in half
     precision, and the output is cast back to that dtype. The input may be any tensor among the
     arguments, keyword arguments and the containers in them, so ``forward(timestep_fp32,
-    hidden_bf16)`` returns bfloat16. ``"fp32:keep"`` leaves the output in float32, for a router, or
-    a head whose log-probabilities matter. In a region nothing is cast back, because autocast casts
-    the inputs of the next layer.
+    hidden_bf16)`` returns bfloat16. ``"fp32:keep_output"`` leaves the output in float32, for a
+    router, or a head whose log-probabilities matter. In a region nothing is cast back, because
+    autocast casts the inputs of the next layer.
 
     The pin is an attribute of the instance: what others lay over the module, before or after
     (``fully_shard``, parametrizations, adapters, ``torch.compile``), stays when it is taken off.
 
     Args:
         module: The module; it is changed in place.
-        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, each also with ``":keep"``, or one of these as a
-            :class:`torch.dtype`; None lets the module follow the region it is called in again.
+        dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, each also with ``":keep_output"``, or one of
+            these as a :class:`torch.dtype`; None lets the module follow the region it is called in
+            again.
         model_dtype: The dtype of the model around. The output is cast back to it if no input is
             floating point, as of an embedding, or if inputs have both half precisions.
 

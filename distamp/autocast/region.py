@@ -27,7 +27,7 @@ from distamp.autocast.op_lists import OpLists, follow, followed
 from distamp.autocast.suspension import suspends, wrap
 from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
 from distamp.callers import stacklevel_of_caller
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 
 __all__ = ["autocast"]
 
@@ -65,7 +65,7 @@ class autocast(torchs_autocast):
         ValueError: ``device_type`` is not a string, or ``cache_enabled`` is not True, False or
             None.
         TypeError: ``dtype`` is not a :class:`torch.dtype`, or ``ops`` not an :class:`OpLists`.
-        SettingError: On entering with ``ops`` inside a non-strict ``torch.export``; or a listed op
+        ConfigError: On entering with ``ops`` inside a non-strict ``torch.export``; or a listed op
             runs in torch's reentrant checkpoint, which recomputes without the lists.
         RuntimeError: This torch has no autocast for ``device_type``.
 
@@ -249,7 +249,7 @@ def _refuse_export() -> None:
 
     modes = torch.overrides._get_current_function_mode_stack()
     if any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes):
-        raise SettingError(
+        raise ConfigError(
             "torch.export records a region, and its graph has no place for op lists: it would "
             "compute by torch's own. Export without ops=, and enter autocast(..., ops=...) around "
             "the call of the exported program"

@@ -27,7 +27,7 @@ __all__ = [
     "AutocastState",
     "DataParallel",
     "checkpoint",
-    "checkpoint_contexts",
+    "checkpoint_context_fn",
     "propagate",
 ]
 
@@ -201,12 +201,12 @@ def checkpoint(
     return torchs.checkpoint(again, *args, use_reentrant=use_reentrant, **settings)
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Have a ``context_fn`` that carries over the whole autocast state of the forward pass.
 
     For code that calls torch's function itself, with ``use_reentrant=False``:
     ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
-    checkpoint_contexts})`` of Hugging Face's, or ``checkpoint_wrapper`` of FSDP's.
+    checkpoint_context_fn})`` of Hugging Face's, or ``checkpoint_wrapper`` of FSDP's.
 
     Returns:
         The context of the forward pass and that of the recomputation.

@@ -1,8 +1,8 @@
 """Gradient communication in fewer bytes: fp16 on the wire, fp32 in the sum."""
 
-from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat, wire_format
+from distamp.comm_hooks.formats import COMM_FORMATS, CommFormat, comm_format
 from distamp.comm_hooks.registration import register
-from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.state import CommHook
 from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.torch_hooks import (
     LowPrecisionState,
@@ -15,17 +15,17 @@ from distamp.comm_hooks.torch_hooks import (
 )
 
 __all__ = [
-    "WIRE_FORMATS",
-    "CommHookState",
+    "COMM_FORMATS",
+    "CommFormat",
+    "CommHook",
     "HookStats",
     "LowPrecisionState",
-    "WireFormat",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "comm_format",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "fsdp_bf16_compress_hook",
     "fsdp_fp16_compress_hook",
     "register",
-    "wire_format",
 ]

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from distamp.comm_hooks import formats
-from distamp.comm_hooks.formats import Feedback, Source, WireFormat
+from distamp.comm_hooks.formats import CommFormat, Feedback, Source
 from distamp.comm_hooks.hosts import Hosts
 from distamp.comm_hooks.plans import Part, Plan, bucket_plan, shard_plan, weight_plan
 from distamp.comm_hooks.stats import HookStats
@@ -69,7 +69,7 @@ class Exchange:
         self.transport = kind(next(hosts.names), group, levels, device, stats)
 
     def plan(
-        self, kind: str, wire: WireFormat, numels: Sequence[int], itemsize: int
+        self, kind: str, wire: CommFormat, numels: Sequence[int], itemsize: int
     ) -> Plan | None:
         """Return where elements go, or None where they would not get fewer bytes; made once.
 
@@ -93,7 +93,7 @@ class Exchange:
     def average(
         self,
         values: Tensor,
-        wire: WireFormat,
+        wire: CommFormat,
         plan: Plan,
         divisor: float,
         feedback: Sequence[Feedback] = (),
@@ -133,7 +133,7 @@ class Exchange:
         self,
         out: Tensor,
         values: Tensor,
-        wire: WireFormat,
+        wire: CommFormat,
         plan: Plan,
         divisor: float,
         feedback: Sequence[Feedback] = (),
@@ -175,7 +175,7 @@ class Exchange:
         for done in [self.transport.submit(job, [*chain(*feedback)]) for job in jobs]:
             done.wait()
 
-    def gather(self, out: Tensor, values: Tensor, wire: WireFormat, plan: Plan) -> None:
+    def gather(self, out: Tensor, values: Tensor, wire: CommFormat, plan: Plan) -> None:
         """Write what each rank gives to ``out``, one after another; the same on all ranks.
 
         Args:
@@ -212,7 +212,7 @@ class Exchange:
 
     def _encoded(
         self,
-        wire: WireFormat,
+        wire: CommFormat,
         values: Tensor,
         part: Part,
         inverse: float,

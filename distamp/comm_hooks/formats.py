@@ -30,18 +30,18 @@ from torch import Tensor
 
 __all__ = [
     "BLOCK",
-    "WIRE_FORMATS",
+    "COMM_FORMATS",
+    "CommFormat",
     "Feedback",
     "Places",
     "Source",
-    "WireFormat",
     "as_it_is",
     "checked_format",
+    "comm_format",
     "decode",
     "encode",
     "sum_encode",
     "sum_rows",
-    "wire_format",
 ]
 
 BLOCK = 256
@@ -53,7 +53,7 @@ PIECE = 1 << 19
 
 
 @dataclass(frozen=True)
-class WireFormat:
+class CommFormat:
     """How gradients travel.
 
     Args:
@@ -70,8 +70,8 @@ class WireFormat:
 
     @property
     def encodes(self) -> bool:
-        """Whether it is one of `WIRE_FORMATS`; others stand for gradients as they are."""
-        return self.name in WIRE_FORMATS
+        """Whether it is one of `COMM_FORMATS`; others stand for gradients as they are."""
+        return self.name in COMM_FORMATS
 
     @property
     def needs_error_feedback(self) -> bool:
@@ -106,44 +106,44 @@ class WireFormat:
         return units, payload.unflatten(1, (blocks, BLOCK))
 
 
-WIRE_FORMATS: Mapping[str, WireFormat] = MappingProxyType(
+COMM_FORMATS: Mapping[str, CommFormat] = MappingProxyType(
     {
-        "fp16": WireFormat("fp16", torch.float16, 1 << 15, FP32_MAX * (1 - 2.0**-11)),
-        "bf16": WireFormat("bf16", torch.bfloat16),
-        "int8": WireFormat("int8", torch.int8, 127, FP32_MAX * (1 - 1 / 127)),
+        "fp16": CommFormat("fp16", torch.float16, 1 << 15, FP32_MAX * (1 - 2.0**-11)),
+        "bf16": CommFormat("bf16", torch.bfloat16),
+        "int8": CommFormat("int8", torch.int8, 127, FP32_MAX * (1 - 1 / 127)),
     }
 )
 
 
-def as_it_is(dtype: torch.dtype) -> WireFormat:
+def as_it_is(dtype: torch.dtype) -> CommFormat:
     """Return what stands for gradients that are sent in their own dtype."""
-    return WireFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
+    return CommFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
 
 
-def wire_format(name: str) -> WireFormat:
+def comm_format(name: str) -> CommFormat:
     """Return the format of that name.
 
     Raises:
         ValueError: There is none; the message names the choices.
     """
-    if name not in WIRE_FORMATS:
-        raise ValueError(f"unknown wire format {name!r}: choose one of {', '.join(WIRE_FORMATS)}")
-    return WIRE_FORMATS[name]
+    if name not in COMM_FORMATS:
+        raise ValueError(f"unknown wire format {name!r}: choose one of {', '.join(COMM_FORMATS)}")
+    return COMM_FORMATS[name]
 
 
-def checked_format(wire: str | WireFormat) -> WireFormat:
+def checked_format(wire: str | CommFormat) -> CommFormat:
     """Return a format that this library can encode, or one that stands for uncompressed gradients.
 
     Raises:
         ValueError: There is no arithmetic for the format.
     """
-    if not isinstance(wire, WireFormat):
-        return wire_format(wire)
-    if wire in (*WIRE_FORMATS.values(), as_it_is(wire.payload)):
+    if not isinstance(wire, CommFormat):
+        return comm_format(wire)
+    if wire in (*COMM_FORMATS.values(), as_it_is(wire.payload)):
         return wire
     raise ValueError(
-        f"{wire} is not one of WIRE_FORMATS, and the library has no arithmetic to encode it. Give "
-        f"the name of a format: {', '.join(WIRE_FORMATS)}"
+        f"{wire} is not one of COMM_FORMATS, and the library has no arithmetic to encode it. Give "
+        f"the name of a format: {', '.join(COMM_FORMATS)}"
     )
 
 
@@ -214,7 +214,7 @@ class Feedback(NamedTuple):
         return Feedback(self.residual[start:stop], written, self.scale)
 
 
-def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
+def encode(wire: CommFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
     """Write all rows of a source but its own.
 
     Args:
@@ -233,7 +233,7 @@ def encode(wire: WireFormat, source: Source, out: Tensor, feedback: Feedback | N
 
 
 def sum_encode(
-    wire: WireFormat,
+    wire: CommFormat,
     source: Source,
     given: Tensor,
     out: Tensor,
@@ -255,7 +255,7 @@ def sum_encode(
         _write(wire, total, spare, _piece(wire, out, numel, start, stop), fed)
 
 
-def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> None:
+def sum_rows(wire: CommFormat, source: Source, given: Tensor, out: Tensor) -> None:
     """Write the same sum as it is; rows are patterns, and lie in ``out``, 1-D, at no offset."""
     numel, offset = source.places.numel // len(given), source.places.offsets[source.own]
     row = source.own * numel
@@ -265,7 +265,7 @@ def sum_rows(wire: WireFormat, source: Source, given: Tensor, out: Tensor) -> No
             out[flat - offset :][:length].copy_(total[begin - row - start :][:length])
 
 
-def decode(wire: WireFormat, given: Tensor, places: Places, out: Tensor) -> None:
+def decode(wire: CommFormat, given: Tensor, places: Places, out: Tensor) -> None:
     """Write what rows, uint8 (rows, bytes of a row), say to where they lie in ``out``."""
     numel = places.numel // len(given)
     for row in range(len(given)):
@@ -289,7 +289,7 @@ def _pieces(numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor
 
 
 def _piece(
-    wire: WireFormat, row: Tensor, numel: int, start: int, stop: int
+    wire: CommFormat, row: Tensor, numel: int, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
     """Return units (blocks) and payloads (blocks, 256) of a piece of a row."""
     units, payload = wire.views(row.view(1, -1), numel)
@@ -310,7 +310,7 @@ def _load(source: Source, first: int, total: Tensor, spare: Tensor) -> None:
 
 
 def _sum(
-    wire: WireFormat, source: Source, given: Tensor, start: int, total: Tensor, spare: Tensor
+    wire: CommFormat, source: Source, given: Tensor, start: int, total: Tensor, spare: Tensor
 ) -> None:
     """Add what others sent of a piece of the own row to it, the next rank's first."""
     rows, own = len(given), source.own
@@ -322,7 +322,7 @@ def _sum(
         total.add_(spare)
 
 
-def _read(wire: WireFormat, piece: tuple[Tensor, Tensor], out: Tensor) -> None:
+def _read(wire: CommFormat, piece: tuple[Tensor, Tensor], out: Tensor) -> None:
     units, payload = piece
     out.view_as(payload).copy_(payload)
     if wire.top:
@@ -330,7 +330,7 @@ def _read(wire: WireFormat, piece: tuple[Tensor, Tensor], out: Tensor) -> None:
 
 
 def _write(
-    wire: WireFormat,
+    wire: CommFormat,
     total: Tensor,
     spare: Tensor,
     piece: tuple[Tensor, Tensor],
@@ -381,7 +381,7 @@ def _write(
             feedback.written.logical_or_(idle.squeeze(1).logical_not_())
 
 
-def _units(wire: WireFormat, amax: Tensor) -> Tensor:
+def _units(wire: CommFormat, amax: Tensor) -> Tensor:
     """Return units, fp32 but exact in bfloat16."""
     if wire.payload is torch.int8:
         # Upwards to a bfloat16, so that no payload is above top.

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.exchange import Exchange
-from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
+from distamp.comm_hooks.formats import COMM_FORMATS, CommFormat
 from distamp.comm_hooks.plans import Plan
-from distamp.comm_hooks.state import NO_FEWER, UNEVEN, CommHookState
+from distamp.comm_hooks.state import NO_FEWER, UNEVEN, CommHook
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 from distamp.fsdp_params import sharded_params
 
@@ -56,7 +56,7 @@ class WireReduceScatter(_Comm):
     # What survives a call: of an accumulation, shards that are not averaged over replicas yet.
     def __init__(
         self,
-        state: CommHookState,
+        state: CommHook,
         param_group: Any,
         modules: Sequence[nn.Module],
         replicas: ProcessGroup | None,
@@ -139,7 +139,7 @@ class WireAllGather(_Comm):
         wire: The format.
     """
 
-    def __init__(self, state: CommHookState, param_group: Any, wire: WireFormat) -> None:
+    def __init__(self, state: CommHook, param_group: Any, wire: CommFormat) -> None:
         self._state, self._param_group, self._wire = state, param_group, wire
 
     def __call__(
@@ -197,7 +197,7 @@ def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> W
     return Wrapped(
         shards=shards,
         replicas=averaged,
-        formats=list(WIRE_FORMATS),
+        formats=list(COMM_FORMATS),
         dtype=dtype,
         devices=[pairs[0][1].device],
         what=f"{sum(numels.values())} elements",
@@ -248,8 +248,8 @@ def _attach(
     model: nn.Module,
     pairs: Sequence[tuple[FSDPModule, Any]],
     replicas: ProcessGroup | None,
-    state: CommHookState,
-    gather: WireFormat | None,
+    state: CommHook,
+    gather: CommFormat | None,
     tables: Tables,
 ) -> None:
     """Fill torch's hook points: through the wire of ``state``, or as torch would."""

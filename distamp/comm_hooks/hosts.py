@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 
 __all__ = ["Hosts", "Row", "agreed", "hosts_of"]
 
@@ -48,7 +48,7 @@ def agreed(what: str | None, group: ProcessGroup, ranks_per_host: int | None = N
         ranks_per_host: What the user says; None to find out.
 
     Raises:
-        LockstepError: A rank has another format or model, or raises an error of its own.
+        RankMismatchError: A rank has another format or model, or raises an error of its own.
         ValueError: There are no hosts of as many ranks as the user says.
     """
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -64,7 +64,7 @@ def agreed(what: str | None, group: ProcessGroup, ranks_per_host: int | None = N
         said.setdefault(text, []).append(each.rank)
     if len(said) > 1 or rows[0].what is None:
         parts = (f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
-        raise LockstepError(
+        raise RankMismatchError(
             f"the ranks register different hooks: {'; '.join(parts)}. Give every rank the same "
             "format and model"
         )

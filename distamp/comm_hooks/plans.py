@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distamp.comm_hooks.formats import BLOCK, Places, WireFormat
+from distamp.comm_hooks.formats import BLOCK, CommFormat, Places
 
 __all__ = ["Part", "Plan", "bucket_plan", "shard_plan", "weight_plan"]
 
@@ -61,7 +61,7 @@ class Plan:
 
 
 def bucket_plan(
-    wire: WireFormat, wide: int, here: int, local: int, numels: Sequence[int], itemsize: int
+    wire: CommFormat, wide: int, here: int, local: int, numels: Sequence[int], itemsize: int
 ) -> Plan | None:
     """Return where a bucket goes, or None where it would not get fewer bytes.
 
@@ -90,7 +90,7 @@ def bucket_plan(
 
 
 def shard_plan(
-    wire: WireFormat, wide: int, here: int, numels: Sequence[int], itemsize: int
+    wire: CommFormat, wide: int, here: int, numels: Sequence[int], itemsize: int
 ) -> Plan | None:
     """Return how shards are reduced; as `bucket_plan`, with what a shard has of each parameter."""
     runs, small, padded = _laid_out(wire, numels)
@@ -118,7 +118,7 @@ def shard_plan(
 
 
 def weight_plan(
-    wire: WireFormat, order: Sequence[int], numels: Sequence[int], itemsize: int
+    wire: CommFormat, order: Sequence[int], numels: Sequence[int], itemsize: int
 ) -> Plan | None:
     """Return how weights are gathered from shards; as `shard_plan`, of ranks in this order."""
     runs, small, padded = _laid_out(wire, numels)
@@ -135,7 +135,7 @@ def _whole(numel: int) -> int:
 
 
 def _laid_out(
-    wire: WireFormat, numels: Sequence[int]
+    wire: CommFormat, numels: Sequence[int]
 ) -> tuple[list[tuple[int, int, int]], Tensor, int]:
     """Return runs of parameters as `Places` has them, what is small, and elements of all blocks."""
     runs: list[tuple[int, int, int]] = []

@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import torch_compat, torch_hooks
-from distamp.comm_hooks.formats import WireFormat, as_it_is, wire_format
+from distamp.comm_hooks.formats import CommFormat, as_it_is, comm_format
 from distamp.comm_hooks.hosts import Hosts, agreed
-from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.state import CommHook
 from distamp.comm_hooks.wrapped import Tables, Wrapped
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 
 __all__ = ["hook_of", "register"]
 
@@ -30,7 +30,7 @@ def register(
     replicas: ProcessGroup | None = None,
     ranks_per_host: int | None = None,
     gather: str | None = None,
-) -> CommHookState:
+) -> CommHook:
     """Average the gradients of a wrapped model through a wire format.
 
     Collective: every rank of the model's groups must call this. Call it between any two backward
@@ -63,7 +63,7 @@ def register(
         RuntimeError, AssertionError: torch's own, of a DDP or FSDP1 model that takes no hook.
         TypeError: The model is none of these wrappers, or replicas are no ProcessGroup (a
             DeviceMesh, for example).
-        LockstepError: A rank registers another format, has another model, or raises one of the
+        RankMismatchError: A rank registers another format, has another model, or raises one of the
             errors above; raised on all other ranks. But a rank whose model is none of these
             wrappers knows no group to tell: the others wait until their group's timeout.
     """
@@ -81,7 +81,7 @@ def register(
             raise ValueError("replicas and gather are for a model that fully_shard was applied to")
         if wrapped.refused is not None:
             raise ValueError(wrapped.refused)
-        gathers = None if gather is None else wire_format(gather)
+        gathers = None if gather is None else comm_format(gather)
         chosen = _fitting(wire, wrapped)
     except (TypeError, ValueError) as error:
         failure = error
@@ -91,7 +91,7 @@ def register(
         # The other ranks may have nothing to refuse, and wait for this one in every group.
         try:
             found[group] = agreed(None if failure else asked, group, ranks_per_host)
-        except (LockstepError, ValueError) as error:
+        except (RankMismatchError, ValueError) as error:
             failure = failure or error
     if failure is not None:
         raise failure
@@ -103,7 +103,7 @@ def register(
         chosen = as_it_is(wrapped.dtype)
         left_off = f"{uneven[0]}; ranks_per_host=1 compresses between all"
         _log.warning("the communication hook was left off: %s", left_off)
-    state = CommHookState(chosen, wrapped.over[0])
+    state = CommHook(chosen, wrapped.over[0])
     state.counts.left_off = left_off
     state.gather = gathers
     if chosen.encodes or gathers is not None:
@@ -118,12 +118,12 @@ def register(
     return state
 
 
-def hook_of(model: nn.Module) -> CommHookState | None:
+def hook_of(model: nn.Module) -> CommHook | None:
     """Return the state of the hook that `register` gave this very model; None without one."""
     return getattr(torch_compat.not_compiled(model), _MARK, None)
 
 
-def _connect(state: CommHookState, wrapped: Wrapped, tables: Tables) -> None:
+def _connect(state: CommHook, wrapped: Wrapped, tables: Tables) -> None:
     """Make all exchanges of a model.
 
     Collective: every rank of the model's groups must call this.
@@ -153,13 +153,13 @@ def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> tuple[
     )
 
 
-def _fitting(name: str, wrapped: Wrapped) -> WireFormat:
+def _fitting(name: str, wrapped: Wrapped) -> CommFormat:
     """Return a format.
 
     Raises:
         ValueError: There is none of that name, or gradients do not fit.
     """
-    wire, dtype = wire_format(name), wrapped.dtype
+    wire, dtype = comm_format(name), wrapped.dtype
     allowed = " or ".join([*map(repr, wrapped.fitting()), "no hook"])
     if name not in wrapped.formats:
         raise ValueError(

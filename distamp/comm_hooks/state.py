@@ -18,12 +18,12 @@ from torch.futures import Future
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.exchange import Exchange
 from distamp.comm_hooks.feedback import ErrorFeedback
-from distamp.comm_hooks.formats import Feedback, WireFormat, checked_format
+from distamp.comm_hooks.formats import CommFormat, Feedback, checked_format
 from distamp.comm_hooks.hosts import Hosts, agreed
 from distamp.comm_hooks.plans import Plan
 from distamp.comm_hooks.stats import HookStats
 
-__all__ = ["NO_FEWER", "UNEVEN", "CommHookState", "reals_in", "state_of"]
+__all__ = ["NO_FEWER", "UNEVEN", "CommHook", "reals_in", "state_of"]
 
 # Why gradients or weights go as they are.
 UNEVEN = "hosts have different numbers of ranks"
@@ -38,7 +38,7 @@ def reals_in(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
+class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
     """The state of a hook that averages gradients through a wire; `register` returns one.
 
     Unlike the process group that torch's own hooks take for a state, it counts what it sends, and a
@@ -48,22 +48,22 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
     alone: torch registers no hook on a copy of a module, so it says how to.
 
     Args:
-        wire: The format on the way: a name of `WIRE_FORMATS`, or one of its values.
+        wire: The format on the way: a name of `COMM_FORMATS`, or one of its values.
         process_group: The ranks to average over; None is the default group when first used.
 
     Raises:
-        ValueError: The format is not one of `WIRE_FORMATS`.
+        ValueError: The format is not one of `COMM_FORMATS`.
     """
 
     # What survives a call, beside what rounding took. The wire, what is counted, the group.
     # Exchanges, by name of a group and device: connections, buffers and plans.
     def __init__(
-        self, wire: str | WireFormat = "fp16", process_group: ProcessGroup | None = None
+        self, wire: str | CommFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
         super().__init__()
         self.wire = checked_format(wire)
         #: The format in which FSDP2 gathers weights, if `register` was called with ``gather``.
-        self.gather: WireFormat | None = None
+        self.gather: CommFormat | None = None
         self.counts = HookStats()
         given = None if process_group is None else weakref.ref(process_group)
         self._group: Callable[[], ProcessGroup | None] = given or torch_compat.default_group
@@ -128,7 +128,7 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
         return {"wire": self.wire}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        CommHookState.__init__(self, state["wire"])
+        CommHook.__init__(self, state["wire"])
         warnings.warn(
             "a copy of a module with a communication hook sends gradients uncompressed, as fp32: "
             "torch registers no hook on copies. If this one is trained, call "
@@ -235,18 +235,16 @@ class CommHookState(ErrorFeedback, AbstractContextManager["CommHookState"]):
 
 
 # States of hooks that were given a process group, or None, where torch's take no more than that.
-_states: weakref.WeakKeyDictionary[ProcessGroup, dict[str, CommHookState]] = (
-    weakref.WeakKeyDictionary()
-)
+_states: weakref.WeakKeyDictionary[ProcessGroup, dict[str, CommHook]] = weakref.WeakKeyDictionary()
 
 
-def state_of(state: CommHookState | ProcessGroup | None, wire: str) -> CommHookState:
+def state_of(state: CommHook | ProcessGroup | None, wire: str) -> CommHook:
     """Return the state itself, or the one that hooks of this format share for a process group.
 
     Raises:
         TypeError: ``state`` is something else.
     """
-    if isinstance(state, CommHookState):
+    if isinstance(state, CommHook):
         return state
     group = torch_compat.default_group() if state is None else state
     if not isinstance(group, ProcessGroup):
@@ -256,5 +254,5 @@ def state_of(state: CommHookState | ProcessGroup | None, wire: str) -> CommHookS
         )
     known = _states.setdefault(group, {})
     if wire not in known:
-        known[wire] = CommHookState(wire, group)
+        known[wire] = CommHook(wire, group)
     return known[wire]

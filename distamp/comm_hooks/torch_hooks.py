@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
-from distamp.comm_hooks.state import CommHookState, reals_in, state_of
+from distamp.comm_hooks.formats import COMM_FORMATS, CommFormat
+from distamp.comm_hooks.state import CommHook, reals_in, state_of
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "wire_hook",
 ]
 
-State: TypeAlias = CommHookState | dist.ProcessGroup | None
+State: TypeAlias = CommHook | dist.ProcessGroup | None
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
@@ -68,7 +68,7 @@ def bf16_compress_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return wire_hook(state_of(state, "bf16"), bucket)
 
 
-def wire_hook(state: CommHookState, bucket: dist.GradBucket) -> Future[Tensor]:
+def wire_hook(state: CommHook, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average what DDP hands to a hook, in the format of ``state``.
 
     Returns and raises what `fp16_compress_hook` does.
@@ -120,7 +120,7 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
         numels[each.dtype.to_real()] += reals_in(each)
     ((dtype, _),) = numels.most_common(1)
 
-    def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
+    def attach(state: CommHook, gather: CommFormat | None, tables: Tables) -> None:
         state.name_parameters(model.module.named_parameters())
         if state.wire.encodes:
             model.register_comm_hook(state, wire_hook)
@@ -128,7 +128,7 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
     return Wrapped(
         shards=[],
         replicas=[model.process_group],
-        formats=list(WIRE_FORMATS),
+        formats=list(COMM_FORMATS),
         dtype=dtype,
         devices=list(dict.fromkeys(each.device for each in trained)),
         what=f"{sum(numels.values())} elements",
@@ -168,9 +168,7 @@ def fsdp_bf16_compress_hook(
     _reduce_fsdp1(state_of(state.process_group, "bf16"), state, grad, output)
 
 
-def _reduce_fsdp1(
-    hook: CommHookState, state: Any, grad: Tensor, output: Tensor | None = None
-) -> None:
+def _reduce_fsdp1(hook: CommHook, state: Any, grad: Tensor, output: Tensor | None = None) -> None:
     if output is not None and output.dtype != state.parameter_type:
         # FSDP1 takes what the hook makes of the shard, in whichever dtype it then is.
         output.data = torch.empty_like(output, dtype=state.parameter_type)
@@ -189,7 +187,7 @@ def fsdp1(model: Any) -> Wrapped:
     policy, group = units[0].mixed_precision, model.process_group
     whole = model.sharding_strategy.name == "NO_SHARD"
 
-    def attach(state: CommHookState, gather: WireFormat | None, tables: Tables) -> None:
+    def attach(state: CommHook, gather: CommFormat | None, tables: Tables) -> None:
         if state.wire.encodes:
             low = LowPrecisionState(group, own)
             model.register_comm_hook(low, partial(_reduce_fsdp1, state))

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch.distributed import ProcessGroup
 
-from distamp.comm_hooks.formats import WIRE_FORMATS, WireFormat
+from distamp.comm_hooks.formats import COMM_FORMATS, CommFormat
 from distamp.comm_hooks.hosts import Hosts
-from distamp.comm_hooks.state import CommHookState
+from distamp.comm_hooks.state import CommHook
 
 __all__ = ["Tables", "Wrapped"]
 
@@ -41,7 +41,7 @@ class Wrapped:
     dtype: torch.dtype
     devices: Sequence[torch.device]
     what: str
-    attach: Callable[[CommHookState, WireFormat | None, Tables], None]
+    attach: Callable[[CommHook, CommFormat | None, Tables], None]
     refused: str | None = None
 
     @property
@@ -51,4 +51,4 @@ class Wrapped:
 
     def fitting(self) -> list[str]:
         """Return the names of the formats in which gradients are fewer bytes."""
-        return [name for name in self.formats if WIRE_FORMATS[name].fits(self.dtype)]
+        return [name for name in self.formats if COMM_FORMATS[name].fits(self.dtype)]

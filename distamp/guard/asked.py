@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.gradients import flag_of
 from distamp.groups import GroupLike, check_group
 from distamp.guard import overflow
@@ -21,7 +21,7 @@ from distamp.guard.optimizer_state import (
     as_tensor,
     merged,
 )
-from distamp.guard.overflow import OverflowReport
+from distamp.guard.overflow import NonFiniteReport
 from distamp.guard.ranks import Ranks
 from distamp.optimizers import innermost, unwrapped
 from distamp.protocols import CommHook, Replay
@@ -152,7 +152,7 @@ class Asked:
         key = id(innermost(optimizer))
         return self._per_optimizer_states.get(key) or self._guard.kept.get(key)
 
-    def add_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+    def register_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
         """Make optimizers known before their first ``step``.
 
         A rank that never calls ``scale``, such as a pipeline stage without the loss, carries
@@ -179,26 +179,26 @@ class Asked:
         steps that were taken. An idle optimizer, of which no rank had a gradient, has not stepped.
 
         Raises:
-            StageError: ``step(optimizer)`` was never called.
+            CallOrderError: ``step(optimizer)`` was never called.
         """
         if not self._enabled:
             return not self._unguarded(optimizer).last_step
         state = self._asked("stepped", optimizer, "step()")
         if state.last_step is None:
-            raise StageError("stepped() was called before step() for this optimizer")
+            raise CallOrderError("stepped() was called before step() for this optimizer")
         return not bool(state.was_idle) and not bool(state.last_step)
 
     def taken_flag(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return the value of `stepped` as 0-d bool; never waits.
 
         Raises:
-            StageError: ``step(optimizer)`` was never called.
+            CallOrderError: ``step(optimizer)`` was never called.
         """
         if not self._enabled:
             return flag_of(self.stepped(optimizer), "cpu").bool()
         state = self._asked("taken_flag", optimizer, "step()")
         if state.last_step is None:
-            raise StageError("taken_flag() was called before step() for this optimizer")
+            raise CallOrderError("taken_flag() was called before step() for this optimizer")
         device = self._divisor("taken_flag", optimizer).device
         skipped, was_idle = as_tensor(state.last_step, device), as_tensor(state.was_idle, device)
         return skipped.logical_or(was_idle).logical_not()
@@ -211,7 +211,7 @@ class Asked:
             skipped. An idle optimizer, of which no rank had a gradient, has 0.0.
 
         Raises:
-            StageError: The optimizer was never checked.
+            CallOrderError: The optimizer was never checked.
         """
         if not self._enabled:
             return flag_of(bool(self._unguarded(optimizer).last_step), "cpu")
@@ -221,7 +221,7 @@ class Asked:
             flags = list(record["found_inf_per_device"].values())
             flag = merged(flags, device) if flags else False  # no rank has gradients
         if flag is None:
-            raise StageError(
+            raise CallOrderError(
                 "found_inf() was called before unscale_() or step() for this optimizer"
             )
         return as_tensor(flag, device)
@@ -230,7 +230,7 @@ class Asked:
         """Return how many steps of this optimizer were taken and skipped; may wait.
 
         Raises:
-            StageError: The scaler never saw the optimizer.
+            CallOrderError: The scaler never saw the optimizer.
         """
         if not self._enabled:
             return StepCounts(0, 0, self._unguarded(optimizer).counts[3])
@@ -249,13 +249,13 @@ class Asked:
             0-d float32, the same on all ranks, unscaled.
 
         Raises:
-            StageError: No norm was measured.
+            CallOrderError: No norm was measured.
         """
         state = None if optimizer is None else self._guard.optimizers.find(innermost(optimizer))
         norm = self._guard.norm if optimizer is None else None
         norm = norm if state is None else state.norm
         if norm is None:
-            raise StageError(
+            raise CallOrderError(
                 "grad_norm() was called before a norm was measured: by step(optimizer, max_norm=)"
             )
         if isinstance(norm, float):
@@ -267,15 +267,15 @@ class Asked:
     ) -> OptimizerState:
         state = self._guard.optimizers.find(innermost(optimizer))
         if state is None:
-            raise StageError(
+            raise CallOrderError(
                 f"{question}() was called before {before} for this "
                 f"{type(unwrapped(optimizer)).__name__}"
             )
         return state
 
-    def overflow_report(
+    def nonfinite_report(
         self, model: torch.nn.Module | None = None, *, local: bool = False
-    ) -> OverflowReport:
+    ) -> NonFiniteReport:
         """Return the gradients that have inf or NaN, and on which rank.
 
         Collective: every rank of `process_group` must call this. With ``local=True`` it is not:
@@ -293,30 +293,31 @@ class Asked:
             local: Report the gradients of this rank alone, and send nothing.
 
         Raises:
-            StageError: No rank has such a gradient, or with ``local=True`` this rank has none.
-            LockstepError: Another rank makes another call.
+            CallOrderError: No rank has such a gradient, or with ``local=True`` this rank has none.
+            RankMismatchError: Another rank makes another call.
         """
         own = self._guard
         if not local:
-            own.ranks.announce("overflow_report()", device=self._device_of_flags())
+            own.ranks.announce("nonfinite_report()", device=self._device_of_flags())
         optimizers = [optimizer for optimizer, _ in own.optimizers.live()]
         named = overflow.gradients_by_name(optimizers, own.names, model)
         mine = list(overflow.find_overflows(named, own.ranks.rank))
         gathered = [mine] if local else own.ranks.gather(mine)
         overflows = tuple(each for theirs in gathered for each in theirs)
         if not overflows and local:
-            raise StageError(
-                f"overflow_report(local=True) found no inf or NaN in any gradient of rank "
-                f"{own.ranks.rank}. Call overflow_report() on every rank to see those of the others"
+            raise CallOrderError(
+                f"nonfinite_report(local=True) found no inf or NaN in any gradient of rank "
+                f"{own.ranks.rank}. Call nonfinite_report() on every rank to see those of the "
+                "others"
             )
         if not overflows:
-            raise StageError(
-                "overflow_report() found no inf or NaN in any gradient of any rank: call it after "
+            raise CallOrderError(
+                "nonfinite_report() found no inf or NaN in any gradient of any rank: call it after "
                 "a skipped step and before zero_grad()"
             )
         scale = None if self._per_optimizer_states else own.skipped_at
         scale = self.get_scale() if scale is None else scale
-        return OverflowReport(scale, overflows, is_scaled=self._divides)
+        return NonFiniteReport(scale, overflows, is_scaled=self._divides)
 
     @property
     def replay(self) -> Replay | None:
@@ -340,10 +341,10 @@ class Asked:
             batches: Its batches, in any nesting; it is said if they change before the replay.
 
         Raises:
-            StageError: ``replay`` is not set.
+            CallOrderError: ``replay`` is not set.
         """
         if self._guard.replay is None:
-            raise StageError(
+            raise CallOrderError(
                 "keep() was called before there is anything to replay steps: set .replay = "
                 "distamp.StepReplay(model) first"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distamp import clipping, host
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.guard.ranks import Flag
 
 __all__ = ["NO_VERDICT", "ByNorm", "Verdict"]
@@ -20,13 +20,13 @@ class ByNorm(NamedTuple):
 
     Args:
         max_norm: Gradients are multiplied so that the norm is at most this.
-        skip_above: The step is skipped where the norm is larger.
+        skip_norm_above: The step is skipped where the norm is larger.
         replicated: Says of a parameter that every rank holds the same.
         sharded: Says over which ranks a parameter is cut.
     """
 
     max_norm: float | None
-    skip_above: float | Tensor | None
+    skip_norm_above: float | Tensor | None
     replicated: clipping.Declared | None = None
     sharded: clipping.Declared | None = None
 
@@ -36,22 +36,22 @@ class ByNorm(NamedTuple):
         Args:
             read_limit: Whether the host must know a limit on a device, to tell other ranks.
         """
-        max_norm, limit = self.max_norm, self.skip_above
+        max_norm, limit = self.max_norm, self.skip_norm_above
         if max_norm is not None:
             max_norm = clipping.positive("max_norm", max_norm, or_zero=True)
         if isinstance(limit, Tensor):
             if limit.numel() != 1:
-                raise SettingError(f"skip_above must be one number, not of shape {limit.shape}")
+                raise ConfigError(f"skip_norm_above must be one number, not of shape {limit.shape}")
             limit = limit.detach().reshape(())
             limit = limit.item() if read_limit or host.is_host(limit.device) else limit
         if limit is not None and not isinstance(limit, Tensor):
-            limit = clipping.positive("skip_above", limit)
+            limit = clipping.positive("skip_norm_above", limit)
         return ByNorm(max_norm, limit, self.replicated, self.sharded)
 
     @property
     def late_limit(self) -> Tensor | None:
         """The limit where it lies on a device, 0-d float32: the host does not wait for it."""
-        return self.skip_above.float() if isinstance(self.skip_above, Tensor) else None
+        return self.skip_norm_above.float() if isinstance(self.skip_norm_above, Tensor) else None
 
     @property
     def declared(self) -> list[bool]:
@@ -61,8 +61,8 @@ class ByNorm(NamedTuple):
     @property
     def call(self) -> str:
         """The call as ranks compare it, without a limit that lies on a device."""
-        limit = "a tensor" if isinstance(self.skip_above, Tensor) else self.skip_above
-        return f"step(max_norm={self.max_norm}, skip_above={limit})"
+        limit = "a tensor" if isinstance(self.skip_norm_above, Tensor) else self.skip_norm_above
+        return f"step(max_norm={self.max_norm}, skip_norm_above={limit})"
 
     @property
     def text(self) -> str:
@@ -73,7 +73,7 @@ class ByNorm(NamedTuple):
         """Return what follows from the square of the norm, the same on all ranks."""
         if not isinstance(total, Tensor):
             norm = math.sqrt(total) if total >= 0.0 else math.nan
-            limit = math.inf if self.skip_above is None else float(self.skip_above)
+            limit = math.inf if self.skip_norm_above is None else float(self.skip_norm_above)
             finite = math.isfinite(norm)
             is_above_limit = finite and norm > limit
             factor = 1.0
@@ -86,8 +86,8 @@ class ByNorm(NamedTuple):
         if self.max_norm is not None:
             clip = torch.where(is_finite, (self.max_norm / (exact + 1e-6)).clamp_(max=1.0), 1.0)
         spike: Flag = False
-        if self.skip_above is not None:
-            above = self.skip_above
+        if self.skip_norm_above is not None:
+            above = self.skip_norm_above
             above = host.moved(above, exact.device) if isinstance(above, Tensor) else above
             is_above = (exact > above).logical_and_(is_finite)
             clip = torch.where(is_above, 1.0, clip)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.utils._pytree import tree_map_only
 
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.groups import Group
 from distamp.guard.asked import Asked
 from distamp.guard.optimizer_state import OptimizerStates
@@ -109,7 +109,7 @@ class Joins(Asked, Joinable):
         if not self._join_config.enable:
             return self._guard.ranks.group(device)
         if self._join_config.is_first_joinable:
-            raise StageError("the model comes first: Join([model, scaler])")
+            raise CallOrderError("the model comes first: Join([model, scaler])")
         return None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.optimizers import unwrapped
 
 __all__ = [
@@ -54,10 +54,10 @@ def refuse_mps(device: torch.device | str) -> None:
     """Refuse a device that has no float64, in which norms are summed.
 
     Raises:
-        SettingError: It is MPS.
+        ConfigError: It is MPS.
     """
     if torch.device(device).type == "mps":
-        raise SettingError(
+        raise ConfigError(
             "MPS has no float64, in which norms and inverse scales are computed, and its fused "
             "kernels take neither flag nor scale: train there without a guard, in bfloat16 or "
             "float32, or with torch.amp.GradScaler"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from distamp import host
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.gradients import flag_of
 from distamp.guard.ranks import Absence, Flag
 from distamp.optimizers import innermost, unwrapped
@@ -41,7 +41,7 @@ class StepCounts:
     Args:
         taken: Steps that were taken.
         skipped: Steps that were skipped for inf or NaN.
-        spikes: Steps that were skipped because their norm lay above ``skip_above``.
+        spikes: Steps that were skipped because their norm lay above ``skip_norm_above``.
     """
 
     taken: int
@@ -173,17 +173,17 @@ class Resolved:
 def check_unscale(record: dict[str, Any]) -> None:
     """Refuse ``unscale_`` where it was called already, with torch's own words."""
     if record["stage"] is OptState.UNSCALED:
-        raise StageError(
+        raise CallOrderError(
             "unscale_() has already been called on this optimizer since the last update()."
         )
     if record["stage"] is OptState.STEPPED:
-        raise StageError("unscale_() is being called after step().")
+        raise CallOrderError("unscale_() is being called after step().")
 
 
 def check_step(record: dict[str, Any]) -> None:
     """Refuse a second ``step``, also after one that raised, with torch's own words first."""
     if record["stage"] is OptState.STEPPED:
-        raise StageError(
+        raise CallOrderError(
             "step() has already been called since the last update(). After one that raised, call "
             "zero_grad() and update() before the next loss is scaled."
         )

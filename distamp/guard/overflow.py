@@ -17,8 +17,8 @@ from distamp.optimizers import describe, parameter_names, parameters_of
 from distamp.sources import source_of
 
 __all__ = [
+    "NonFiniteReport",
     "Overflow",
-    "OverflowReport",
     "Skip",
     "find_overflows",
     "first_bad_name",
@@ -56,7 +56,7 @@ class Overflow:
 
 
 @dataclass(frozen=True)
-class OverflowReport:
+class NonFiniteReport:
     """Every overflow of one skipped step, the same value on every rank.
 
     Args:
@@ -237,7 +237,7 @@ def log_skip(optimizer: Any, skip: Skip, names: dict[Tensor, str]) -> None:
 
 def log_spike(logger: str, optimizer: Any, step: int) -> None:
     """Say at INFO that a step was skipped for its norm."""
-    text = "step %d of %s was skipped: spike, the norm of the gradients lies above skip_above"
+    text = "step %d of %s was skipped: spike, the norm of the gradients lies above skip_norm_above"
     logging.getLogger(logger).info(text, step, describe(optimizer))
 
 

@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
-from distamp.errors import GradientError, LockstepError, SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError, GradientError, RankMismatchError
 from distamp.groups import Group, GroupLike, reach, resolve
 
 __all__ = ["Absence", "Call", "Flag", "Found", "Problem", "Ranks"]
@@ -244,10 +244,10 @@ class Ranks:
         """The group as it is now; None where there is none.
 
         Raises:
-            StageError: It is gone.
+            CallOrderError: It is gone.
         """
         if self.lost is not None:
-            raise StageError(self.lost)
+            raise CallOrderError(self.lost)
         given = self.given
         # Whether it is a mesh is asked in Python, for which a small step need not wait.
         if given is not None and isinstance(given, DeviceMesh):
@@ -260,7 +260,7 @@ class Ranks:
         """Return the ranks to agree with, for a loss scale on ``device``; None if there are none.
 
         Raises:
-            StageError: The group is gone.
+            CallOrderError: The group is gone.
         """
         process_group = self.process_group
         if process_group is None or process_group.size() == 1:
@@ -386,7 +386,7 @@ class Ranks:
             ranks differ. On the host a sum that is not finite may stand for a flag.
 
         Raises:
-            LockstepError: Ranks differ, or a rank is gone.
+            RankMismatchError: Ranks differ, or a rank is gone.
             Exception: An error of some rank, on every rank.
         """
         self.settle()
@@ -452,7 +452,7 @@ class Ranks:
             problem: The error of this rank, if there is one.
 
         Raises:
-            LockstepError: Ranks differ, or a rank is gone.
+            RankMismatchError: Ranks differ, or a rank is gone.
             Exception: An error of some rank, on every rank.
         """
         self.settle()
@@ -484,7 +484,7 @@ class Ranks:
         Collective: every rank of `process_group` must call this.
 
         Args:
-            name: The name of the call, as the user typed it: "overflow_report()".
+            name: The name of the call, as the user typed it: "nonfinite_report()".
             settings: Arguments that must be equal on all ranks, as text.
             device: Where gradients lie. None: where the last message was, else the host.
             problem: The error of this rank, which every rank raises.
@@ -493,7 +493,7 @@ class Ranks:
             The group, or None for a process alone.
 
         Raises:
-            LockstepError: A rank makes another call, or has other settings; or a rank is gone.
+            RankMismatchError: A rank makes another call, or has other settings; or a rank is gone.
             Exception: An error that another rank sends, on every rank.
         """
         if device is None:
@@ -549,7 +549,7 @@ class Ranks:
         words = torch.tensor((first, float(sent)), dtype=torch.float64, device=group.device)
         try:
             reach(group, _reduce, group.process_group, words)
-        except LockstepError as lost:
+        except RankMismatchError as lost:
             if problem is None:
                 raise
             raise problem.error from lost  # which is why the others did not come
@@ -633,7 +633,7 @@ class Ranks:
                 words[place].add_(_NO_GRADS)
         try:
             reach(group, _reduce, group.process_group, words)
-        except LockstepError as lost:
+        except RankMismatchError as lost:
             if problem is None:
                 raise
             raise problem.error from lost
@@ -647,7 +647,7 @@ class Ranks:
 
         def read(values: list[float]) -> None:
             if not values[0] or problem is not None or not scales:
-                above = "" if limit is None else f", skip_above={limit.item()}"
+                above = "" if limit is None else f", skip_norm_above={limit.item()}"
                 self._compare(group, call, counted, problem, above, late=True)
             self.clips_agree = self.clips_agree and not values[4]
             for absence, count in zip(absences, values[1 + _HEAD :], strict=False):
@@ -708,7 +708,7 @@ class Ranks:
             )
         _raise_if_differing(group, [theirs["alike"] for theirs in everyone])
         if not any(theirs["scaled"] for theirs in everyone):
-            raise StageError(
+            raise CallOrderError(
                 f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
                 "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
             )
@@ -736,7 +736,7 @@ def _digest_bits(size: int) -> int:
 
 def _refuse_large(size: int) -> None:
     if size > _MOST_RANKS:
-        raise StageError(
+        raise CallOrderError(
             f"a group of {size} ranks is larger than the {_MOST_RANKS} whose digests a message "
             "adds up exactly. Agree over a smaller group: process_group="
         )
@@ -753,8 +753,8 @@ _KNOWN: tuple[type[Exception], ...] = (
     RuntimeError,
     torch.OutOfMemoryError,
     GradientError,
-    StageError,
-    SettingError,
+    CallOrderError,
+    ConfigError,
 )
 
 
@@ -772,7 +772,7 @@ def _raise_if_diverged(by_rank: Sequence[tuple[int, dict[str, Any]]]) -> None:
     if len({failure for _, failure in failures}) == 1:
         return
     lines = [f"  rank {rank}: {failure[1]}" for rank, failure in failures if failure is not None]
-    raise LockstepError(
+    raise RankMismatchError(
         "the replicas have diverged: after the ranks had agreed to step, the step raised on\n"
         + "\n".join(lines)
         + "\nOther ranks completed this step, so weights and optimizer state differ between ranks "
@@ -802,7 +802,7 @@ def _raise_if_differing(group: Group, alike: Sequence[dict[str, Any]]) -> None:
             " One rank left out an update(), or it alone called load_state_dict(), copy.deepcopy "
             "or pickle, after which iterations count from 0."
         )
-    raise LockstepError(
+    raise RankMismatchError(
         "the ranks are not in lockstep; nothing was stepped by this call. They have\n"
         + "\n".join([*lines, fix])
     )

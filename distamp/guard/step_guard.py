@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
-from distamp.errors import NonFiniteGradients, SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError, NonFiniteGradientsError
 from distamp.gradients import flag_of, local_gradients, power_of
 from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
@@ -42,14 +42,14 @@ class StepGuard(Steps):
 
     Args:
         process_group: The ranks that have a part of the model, as for `distamp.DistGradScaler`.
-        max_consecutive_skips: Raise `distamp.NonFiniteGradients` at this many skipped steps of one
-            optimizer in a row.
-        named_parameters: ``model.named_parameters()``, for names in `overflow_report` and in the
+        max_consecutive_skips: Raise `distamp.NonFiniteGradientsError` at this many skipped steps of
+            one optimizer in a row.
+        named_parameters: ``model.named_parameters()``, for names in `nonfinite_report` and in the
             log of skipped steps; add ``model.named_buffers()``, and that log names those which are
             not finite. They are held: give those of the wrapped model, for FSDP2 replaces them.
 
     Raises:
-        SettingError: ``max_consecutive_skips`` is no integer >= 1.
+        ConfigError: ``max_consecutive_skips`` is no integer >= 1.
         TypeError: ``process_group`` has another type.
 
     Example::
@@ -71,7 +71,7 @@ class StepGuard(Steps):
 
     _divides = False
     _logger = "distamp.guard"
-    _collapse = NonFiniteGradients
+    _collapse = NonFiniteGradientsError
 
     def __init__(
         self,
@@ -119,13 +119,13 @@ class StepGuard(Steps):
             new_scale: Only for loops that are written for a scaler; 1.0.
 
         Raises:
-            StageError: No optimizer was looked at since the last ``update``.
-            SettingError: Another ``new_scale`` than 1.
+            CallOrderError: No optimizer was looked at since the last ``update``.
+            ConfigError: Another ``new_scale`` than 1.
         """
         self._announce_update()
         with self._guard.ranks.errors_sent_later():
             if new_scale is not None and float(new_scale) != 1.0:
-                raise SettingError(
+                raise ConfigError(
                     f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}"
                 )
             self._check_flags(new_scale)
@@ -223,16 +223,16 @@ class StepGuard(Steps):
         """Load what ``state_dict`` returned; of a scaler's state nothing is taken.
 
         Raises:
-            SettingError: It is no dict, or was written by another version.
+            ConfigError: It is no dict, or was written by another version.
         """
         if not isinstance(state_dict, Mapping):
-            raise SettingError(
+            raise ConfigError(
                 f"a guard's state is the dict that guard.state_dict() returned, not "
                 f"{state_dict!r:.80}"
             )
         own = state_dict.get(GUARDS)
         if own is not None and (not isinstance(own, Mapping) or own.get("version") != 1):
-            raise SettingError(
+            raise ConfigError(
                 f"the guard's state was written by another version of distamp ({own!r:.80}); this "
                 "one reads version 1"
             )
@@ -240,7 +240,7 @@ class StepGuard(Steps):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
-            raise StageError(
+            raise CallOrderError(
                 "A StepGuard instance may only be pickled at the beginning of an iteration, or at "
                 "the end after guard.update()."
             )

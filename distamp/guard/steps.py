@@ -22,11 +22,11 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from distamp import clipping, host
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import (
+    CallOrderError,
+    ConfigError,
     GradientError,
-    LossScaleCollapse,
-    NonFiniteGradients,
-    SettingError,
-    StageError,
+    LossScaleCollapseError,
+    NonFiniteGradientsError,
 )
 from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
@@ -82,10 +82,10 @@ def checked_limit(limit: Any) -> int | None:
     """Return the limit on skipped steps in a row.
 
     Raises:
-        SettingError: It is no integer >= 1.
+        ConfigError: It is no integer >= 1.
     """
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise SettingError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}")
+        raise ConfigError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}")
     return limit
 
 
@@ -108,13 +108,13 @@ def _raise_if_absent(optimizer: Any, company: Sequence[Absence]) -> None:
         company: Whether gradients are absent, for each optimizer of the call.
 
     Raises:
-        StageError: No rank has a gradient of any of them.
+        CallOrderError: No rank has a gradient of any of them.
     """
     if not company or not all(absence.everywhere for absence in company):
         return
     others = len(company) - 1
     more = f", nor of the other {others} in this call" if others else ""
-    raise StageError(
+    raise CallOrderError(
         "No inf checks were recorded for this optimizer. No rank has a gradient of "
         f"{describe(optimizer)}{more}. Call backward() before step(), and zero_grad() only after "
         "it. An optimizer that steps inside of the backward pass cannot be guarded: step it here"
@@ -171,7 +171,7 @@ class Steps(Joins):
     #: Whether gradients are divided by anything.
     _divides = True
     _logger = "distamp.scaler"
-    _collapse: type[NonFiniteGradients] = LossScaleCollapse
+    _collapse: type[NonFiniteGradientsError] = LossScaleCollapseError
 
     # -- what a subclass says ----------------------------------------------------------------------
 
@@ -218,10 +218,10 @@ class Steps(Joins):
             optimizer: One more, by torch's name.
 
         Raises:
-            StageError: Called twice for an optimizer, or after its ``step``.
+            CallOrderError: Called twice for an optimizer, or after its ``step``.
             ValueError: float16 gradients under ``fp16_grads="error"``.
             GradientError: A gradient cannot be read.
-            LockstepError: Ranks differ in call, optimizers, settings or loss scale.
+            RankMismatchError: Ranks differ in call, optimizers, settings or loss scale.
         """
         if not self._enabled:
             return
@@ -291,7 +291,7 @@ class Steps(Joins):
             if error is not None:
                 raise error
             if len(ones) > 1 and len({id(one.record) for one in ones}) < len(ones):
-                raise StageError("one optimizer was given twice; each is stepped once")
+                raise CallOrderError("one optimizer was given twice; each is stepped once")
             looked = True
             look()
         except Exception as raised:
@@ -570,7 +570,7 @@ class Steps(Joins):
         optimizer: torch.optim.Optimizer,
         *args: Any,
         max_norm: float | None = None,
-        skip_above: float | Tensor | None = None,
+        skip_norm_above: float | Tensor | None = None,
         replicated: clipping.Declared | None = None,
         sharded: clipping.Declared | None = None,
         **kwargs: Any,
@@ -587,10 +587,11 @@ class Steps(Joins):
             max_norm: Clip to this norm of the whole model first, as `clip_grad_norm_` does; >= 0.
                 Norm, flag and clip are one message, and a fused kernel clips as it steps: then the
                 gradients are clipped only once it has.
-            skip_above: Skip the step on all ranks where the norm is larger: a float or a 0-d
+            skip_norm_above: Skip the step on all ranks where the norm is larger: a float or a 0-d
                 tensor, the same on every rank. Counted apart, and never towards the limit of skips.
                 Gradients of such a step are not clipped.
-            replicated: As in `clip_grad_norm_`, for the norm of ``max_norm`` and ``skip_above``.
+            replicated: As in `clip_grad_norm_`, for the norm of ``max_norm`` and
+                ``skip_norm_above``.
             sharded: As in `clip_grad_norm_`, for the same norm.
             kwargs: Passed to ``optimizer.step``; no closure, as in torch.
 
@@ -598,24 +599,24 @@ class Steps(Joins):
             The result of ``optimizer.step``; None for a skipped step.
 
         Raises:
-            StageError: A second ``step`` before ``update``, or a closure.
+            CallOrderError: A second ``step`` before ``update``, or a closure.
             TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
                 the four above.
-            SettingError: ``max_norm`` or ``skip_above`` is out of range.
-            NonFiniteGradients: ``max_consecutive_skips`` was reached; a scaler raises its subclass
-                `LossScaleCollapse`.
-            ValueError, GradientError, LockstepError: As for `unscale_`.
+            ConfigError: ``max_norm`` or ``skip_norm_above`` is out of range.
+            NonFiniteGradientsError: ``max_consecutive_skips`` was reached; a scaler raises its
+                subclass `LossScaleCollapseError`.
+            ValueError, GradientError, RankMismatchError: As for `unscale_`.
         """
         norm_arguments = {
             "max_norm": max_norm,
-            "skip_above": skip_above,
+            "skip_norm_above": skip_norm_above,
             "replicated": replicated,
             "sharded": sharded,
         }
         passed = [name for name, value in norm_arguments.items() if value is not None]
         by = None
-        if max_norm is not None or skip_above is not None:
-            by = ByNorm(max_norm, skip_above, replicated, sharded)
+        if max_norm is not None or skip_norm_above is not None:
+            by = ByNorm(max_norm, skip_norm_above, replicated, sharded)
         if not self._enabled:
             if passed:
                 refuse_names(optimizer, *passed)
@@ -630,7 +631,7 @@ class Steps(Joins):
             check_step(one.record)
             refuse_positional(optimizer, args)
             if (args or kwargs) and find_closure(args, kwargs) is not None:
-                raise StageError(
+                raise CallOrderError(
                     "Closure use is not currently supported if GradScaler is enabled, as in torch, "
                     "nor by a StepGuard. In float32 or bfloat16 call optimizer.step(closure) itself"
                 )
@@ -655,7 +656,7 @@ class Steps(Joins):
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         max_norm: float | None = None,
-        skip_above: float | Tensor | None = None,
+        skip_norm_above: float | Tensor | None = None,
         together: bool = False,
         replicated: clipping.Declared | None = None,
         sharded: clipping.Declared | None = None,
@@ -670,7 +671,7 @@ class Steps(Joins):
         Args:
             optimizers: Each once.
             max_norm: As in `step`, of the norm over all.
-            skip_above: As in `step`, of the norm over all.
+            skip_norm_above: As in `step`, of the norm over all.
             together: All or none, also without a clip.
             replicated: As in `clip_grad_norm_`.
             sharded: As in `clip_grad_norm_`.
@@ -680,8 +681,8 @@ class Steps(Joins):
         """
         optimizers = list(optimizers)
         by = None
-        if together or max_norm is not None or skip_above is not None:
-            by = ByNorm(max_norm, skip_above, replicated, sharded)
+        if together or max_norm is not None or skip_norm_above is not None:
+            by = ByNorm(max_norm, skip_norm_above, replicated, sharded)
         if not self._enabled:
             skipped = self._skips_unguarded(optimizers, by)
             return [None if skipped else optimizer.step() for optimizer in optimizers]
@@ -710,7 +711,7 @@ class Steps(Joins):
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         max_norm: float | None = None,
-        skip_above: float | Tensor | None = None,
+        skip_norm_above: float | Tensor | None = None,
         together: bool = False,
     ) -> NoReturn:
         """Raise an error on every rank in place of a ``step_all``, for trainers.
@@ -724,13 +725,13 @@ class Steps(Joins):
             error: The error.
             optimizers: As in `step_all`.
             max_norm: As in `step_all`.
-            skip_above: As in `step_all`.
+            skip_norm_above: As in `step_all`.
             together: As in `step_all`.
         """
         if self._enabled:
             optimizers, by = list(optimizers), None
-            if together or max_norm is not None or skip_above is not None:
-                by = ByNorm(max_norm, skip_above)
+            if together or max_norm is not None or skip_norm_above is not None:
+                by = ByNorm(max_norm, skip_norm_above)
             divisor = self._divisor("step", optimizers)
             ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
             self._refuse_step(divisor, ones, by, error)
@@ -763,17 +764,17 @@ class Steps(Joins):
             stages: Their stages before it, so that they can still be stepped in this iteration.
 
         Raises:
-            StageError: No rank has a gradient of any of them, as far as the host knows.
+            CallOrderError: No rank has a gradient of any of them, as far as the host knows.
         """
         company = [one.absence for one in ones]
         try:
             _raise_if_absent(ones[0].holder if ones else None, company)
-        except StageError:
+        except CallOrderError:
             for one, stage in zip(ones, stages, strict=True):
                 one.record["stage"] = stage
             if all(one.is_silent for one in ones):
                 # One rank alone may have made this step. Numbers of parameters may differ.
-                error = StageError("No rank has a gradient of what this step was given.")
+                error = CallOrderError("No rank has a gradient of what this step was given.")
                 self._guard.ranks.send_later(error)
             raise
         return company
@@ -793,7 +794,7 @@ class Steps(Joins):
                 by.sharded,
             )
             self._guard.norm = norm
-            spike = by.skip_above is not None and norm.item() > float(by.skip_above)
+            spike = by.skip_norm_above is not None and norm.item() > float(by.skip_norm_above)
             if by.max_norm is not None and not spike:
                 clipping.clip_(chosen.multiplied, norm, by.max_norm)
             for optimizer in optimizers:
@@ -818,7 +819,7 @@ class Steps(Joins):
         if not record["found_inf_per_device"]:
             if one.absence.everywhere:
                 return self._pass_over(one)
-            raise StageError("No inf checks were recorded for this optimizer.")
+            raise CallOrderError("No inf checks were recorded for this optimizer.")
         state = one.state
         if state is None or not one.agreed:  # an override, or a framework, wrote the flags down
             state = one.state = self._state(one.given)
@@ -1027,13 +1028,13 @@ class Steps(Joins):
             state.counts = (taken, before + 1, 0, spikes)
             raise self._collapse(
                 f"{own.limit} steps in a row were skipped{at}. Which gradients, and on which rank: "
-                "catch this, and before zero_grad() call overflow_report() on every rank"
+                "catch this, and before zero_grad() call nonfinite_report() on every rank"
             )
 
     def _announce_update(self) -> None:
         """Send a message before an ``update`` that follows inf or NaN.
 
-        There one rank alone may have called ``overflow_report`` in its place, and every rank knows
+        There one rank alone may have called ``nonfinite_report`` in its place, and every rank knows
         that it is such an iteration.
         """
         ranks = self._guard.ranks
@@ -1046,7 +1047,7 @@ class Steps(Joins):
         """Refuse an update before any flag is there, except one that sets the scale."""
         records = self._per_optimizer_states.values()
         if new_scale is None and not any(record["found_inf_per_device"] for record in records):
-            raise StageError("No inf checks were recorded prior to update.")
+            raise CallOrderError("No inf checks were recorded prior to update.")
 
     def _flags(self) -> list[Tensor]:
         """Return the flags of this iteration.
@@ -1123,9 +1124,9 @@ class Steps(Joins):
             scaler is disabled, too.
 
         Raises:
-            StageError: The gradients of the given parameters are not unscaled, and the parameters
-                belong to no optimizer that this scaler has seen.
-            SettingError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is
+            CallOrderError: The gradients of the given parameters are not unscaled, and the
+                parameters belong to no optimizer that this scaler has seen.
+            ConfigError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is
                 declared both.
             GradientError: What counts as a replica differs between ranks; says what to declare.
         """

@@ -68,11 +68,11 @@ def clip_grad_norm_(
         The norm before clipping: 0-d float32, the same on every rank.
 
     Raises:
-        SettingError: A number is out of range, or a parameter is declared both, on this rank or
+        ConfigError: A number is out of range, or a parameter is declared both, on this rank or
             another.
         TypeError: ``parameters`` has something else than Tensors, on this rank or another.
         GradientError: What counts as a replica differs between ranks.
-        LockstepError: A rank makes another call, or has other arguments.
+        RankMismatchError: A rank makes another call, or has other arguments.
         RuntimeError: The norm is not finite, under ``error_if_nonfinite``.
     """
 

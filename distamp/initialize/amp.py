@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from distamp.autocast import autocast
 from distamp.clipping import Declared
-from distamp.comm_hooks import CommHookState
-from distamp.errors import SettingError, StageError
+from distamp.comm_hooks import CommHook
+from distamp.errors import CallOrderError, ConfigError
 from distamp.guard import GUARDS, StepGuard
 from distamp.initialize.casting import O2_OF
 from distamp.initialize.checks import check_trained
@@ -21,12 +21,12 @@ from distamp.initialize.flat_state import FlatState
 from distamp.initialize.gradient_sync import GradientSync
 from distamp.initialize.wrappers import SHARDED_DDP, name_of, recognise
 from distamp.optimizers import parameters_of
-from distamp.precision import Precision
-from distamp.report import Breaches, Contract
+from distamp.precision import PrecisionLevel
+from distamp.report import ContractReport, PrecisionContract
 from distamp.scaler import (
     DistGradScaler,
     MasterParameters,
-    StaticSchedule,
+    StaticLossScale,
     master_params,
     masters_of,
 )
@@ -88,10 +88,10 @@ class Amp:
         self,
         models: tuple[nn.Module, ...],
         optimizers: tuple[torch.optim.Optimizer, ...],
-        precision: Precision,
+        precision: PrecisionLevel,
         scaler: DistGradScaler | StepGuard,
         region: autocast,
-        comm_hooks: tuple[CommHookState, ...] = (),
+        comm_hooks: tuple[CommHook, ...] = (),
         sharded: Declared | None = None,
         idle: tuple[torch.optim.Optimizer, ...] = (),
         unmatched: tuple[str, ...] = (),
@@ -116,7 +116,7 @@ class Amp:
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy or a pickle, whose optimizers no scaler and no masters would know."""
-        raise StageError(
+        raise CallOrderError(
             "an Amp cannot be copied or pickled: copy the model, make its optimizers, and call "
             "initialize on them; amp.state_dict() is what a checkpoint keeps"
         )
@@ -181,11 +181,11 @@ class Amp:
             apex: See ``optimizers``.
 
         Raises:
-            StageError: Gradients were unscaled already; or DDP would not reduce this pass, because
-                its forward pass had one already.
+            CallOrderError: Gradients were unscaled already; or DDP would not reduce this pass,
+                because its forward pass had one already.
         """
         if any(map(self.scaler.is_unscaled, self._stepped)):
-            raise StageError(
+            raise CallOrderError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
                 "ones; clip after the last backward() of the iteration. After a step that raised, "
                 "call zero_grad() and scaler.update()"
@@ -215,7 +215,7 @@ class Amp:
             inputs: As in ``Tensor.backward``.
 
         Raises:
-            StageError: As `scale_loss`.
+            CallOrderError: As `scale_loss`.
         """
         with self.scale_loss(loss, loss_id=loss_id) as scaled:
             scaled.backward(
@@ -299,7 +299,7 @@ class Amp:
         self,
         *,
         max_norm: float | None = None,
-        skip_above: float | Tensor | None = None,
+        skip_norm_above: float | Tensor | None = None,
         together: bool = False,
         replicated: Declared | None = None,
         sharded: Declared | None = None,
@@ -313,21 +313,22 @@ class Amp:
 
         Args:
             max_norm: Clip by the norm over all optimizers, in the same message; all step or none.
-            skip_above: Skip all where that norm is larger.
+            skip_norm_above: Skip all where that norm is larger.
             together: All step or none, also without a clip.
             replicated: As in `clip_grad_norm_`, of the norm.
             sharded: As in `clip_grad_norm_`, of the norm.
 
         Raises:
-            StageError: The last backward pass ran under `no_sync`, on this rank or another.
-            SettingError: A parameter that trains since `initialize` has a dtype that the level
+            CallOrderError: The last backward pass ran under `no_sync`, on this rank or another.
+            ConfigError: A parameter that trains since `initialize` has a dtype that the level
                 refuses, on this rank or another.
-            StageError, GradientError, LockstepError, NonFiniteGradients: As `StepGuard.step`.
+            CallOrderError, GradientError, RankMismatchError, NonFiniteGradientsError: As
+                `StepGuard.step`.
         """
         declared = self._declared(replicated, sharded)
         how: dict[str, Any] = {
             "max_norm": max_norm,
-            "skip_above": skip_above,
+            "skip_norm_above": skip_norm_above,
             "together": together,
         }
         refused = self._refuse_step()
@@ -335,10 +336,10 @@ class Amp:
             self.scaler.raise_on_all_ranks(refused, self._stepped, **how)
         try:
             self.scaler.step_all(self._stepped, **how, **declared)
-        except StageError as error:
+        except CallOrderError as error:
             if "_scale is None" not in str(error):  # torch's words, which name no call of Amp
                 raise
-            raise StageError(
+            raise CallOrderError(
                 f"amp.step() was called at {self.precision.level}, which scales the loss, and no "
                 "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
                 "use amp.scale_loss(loss)."
@@ -353,7 +354,7 @@ class Amp:
     def _refuse_step(self) -> Exception | None:
         """Return why this rank cannot step, which every rank raises; None if it can."""
         if self._sync.left_unreduced:
-            return StageError(
+            return CallOrderError(
                 "amp.step() was called after a backward pass under amp.no_sync(), so the gradients "
                 "of this step are not reduced between the ranks: the replicas of DDP would "
                 "diverge, and shards would not be stepped. Run the last backward pass before "
@@ -363,7 +364,7 @@ class Amp:
             try:
                 for model in self.models:
                     check_trained(model, recognise(model), self.precision)
-            except SettingError as error:
+            except ConfigError as error:
                 return error
         return None
 
@@ -379,7 +380,7 @@ class Amp:
     def _declared(self, replicated: Declared | None, sharded: Declared | None) -> dict[str, Any]:
         """Return how gradients are cut: as declared, or as `initialize` knows it."""
         if not self._stepped:
-            raise StageError(
+            raise CallOrderError(
                 "initialize was given no optimizer on any rank, so there is nothing to step"
             )
         if replicated is None and sharded is None:
@@ -402,7 +403,7 @@ class Amp:
         for each in everyone:
             each.zero_grad(set_to_none=to_none)
 
-    def check(self, step: Callable[[], Any]) -> Breaches:
+    def check(self, step: Callable[[], Any]) -> ContractReport:
         """Run one step and compare the precisions that it used with those of the level.
 
         Collective: every rank of `process_group` must call this. It is the group that `initialize`
@@ -412,7 +413,7 @@ class Amp:
             step: Takes nothing; runs forward, backward and optimizer, as the loop does.
 
         Returns:
-            What was not as the level says; see `Contract.check`, whose errors it has too.
+            What was not as the level says; see `PrecisionContract.check`, whose errors it has too.
         """
         words = self.precision.contract(*self.models)
         # What FSDP has gathered for a forward pass without a backward pass may still be there.
@@ -430,7 +431,7 @@ class Amp:
         if isinstance(level_gathers, str):
             level_gathers = (level_gathers,)
         words["gather"] = (*level_gathers, *gathers)
-        found = Contract(**words).check(
+        found = PrecisionContract(**words).check(
             step,
             self.models,
             self.optimizers,
@@ -460,20 +461,20 @@ class Amp:
         the smallest is taken.
 
         Raises:
-            SettingError: The state has none of the keys of such a state, has masters of another
+            ConfigError: The state has none of the keys of such a state, has masters of another
                 number of optimizers, or a value out of range. What was loaded before it stays, as
                 in torch's modules.
             ValueError: It has masters of other parameters.
         """
         if not isinstance(state, Mapping):
-            raise SettingError(
+            raise ConfigError(
                 f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
             )
         _check_keys(state)
         scale, masters = _scale_of(state), _list_of(state, "masters")
         mine = self.masters
         if masters and mine and len(masters) != len(mine):
-            raise SettingError(
+            raise ConfigError(
                 f"the state has the masters of {len(masters)} optimizers and {len(mine)} "
                 "have some here; initialize with the same optimizers"
             )
@@ -504,7 +505,7 @@ class Amp:
             and of the group's settings, a tuple of tuples.
 
         Raises:
-            SettingError: Something has no name, or one that it shares: FSDP1,
+            ConfigError: Something has no name, or one that it shares: FSDP1,
                 ZeroRedundancyOptimizer and OSS; plain experts, shards and pipeline stages that
                 have one name and different values on two ranks; a state of an optimizer that
                 is neither a tensor nor a number, or one that has no place in a DTensor's layout.
@@ -530,7 +531,7 @@ class Amp:
         all in ``state`` keeps its optimizer state and settings, with a warning.
 
         Raises:
-            SettingError: Weights that share a group here were saved with different settings, or a
+            ConfigError: Weights that share a group here were saved with different settings, or a
                 state does not fit the layout here.
         """
         FlatState(self.models, self.optimizers).set(state)
@@ -553,7 +554,7 @@ def _load_scale(scaler: DistGradScaler, state: Any) -> None:
     kinds = {scaler.schedule.kind, saved.schedule.kind}
     if len(kinds) > 1:  # which of the two it is, is what `initialize` was given
         state = {key: value for key, value in state.items() if key != GUARDS}
-    if StaticSchedule.kind not in kinds:
+    if StaticLossScale.kind not in kinds:
         scaler.load_state_dict(state)
 
 
@@ -561,7 +562,7 @@ def _check_keys(state: Mapping[str, Any]) -> None:
     """Refuse a dict that is no state, at levels without a loss scale too.
 
     Raises:
-        SettingError: It has none of the keys by which a state is known.
+        ConfigError: It has none of the keys by which a state is known.
     """
     keys = [str(key) for key in state]
     if any(key in ("scale", GUARDS) or key.startswith("loss_scale") for key in keys):
@@ -569,7 +570,7 @@ def _check_keys(state: Mapping[str, Any]) -> None:
     given = "no keys"
     if keys:
         given = f"the keys {', '.join(map(repr, keys[:5]))}" + ", ..." * (len(keys) > 5)
-    raise SettingError(
+    raise ConfigError(
         f"amp.load_state_dict() was given a dict with {given}, which is no state of an Amp. It "
         "loads what amp.state_dict() returned (keys 'version', 'opt_level', 'loss_scalers', "
         "'masters'), Apex's amp.state_dict() (keys 'loss_scaler0', ...) or a scaler's state (keys "
@@ -582,7 +583,7 @@ def _scale_of(state: Mapping[str, Any]) -> Any:
     """Return the loss scale in a state of ours, of Apex's or of a scaler's; None without one."""
     if "loss_scalers" in state:
         if not isinstance(state.get("version"), int) or state["version"] != 1:
-            raise SettingError(
+            raise ConfigError(
                 f"the state was written by another version ({state.get('version')!r}) of distamp; "
                 f"this one reads version 1"
             )
@@ -599,5 +600,5 @@ def _scale_in(state: Any) -> Any:
 def _list_of(state: Mapping[str, Any], name: str) -> list[Any]:
     found = [] if state.get(name) is None else state[name]
     if not isinstance(found, list | tuple):
-        raise SettingError(f"the state's {name!r} must be a list, not {found!r:.80}")
+        raise ConfigError(f"the state's {name!r} must be a list, not {found!r:.80}")
     return list(found)

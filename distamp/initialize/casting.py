@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.groups import GroupLike, resolve
 from distamp.initialize.float8 import convert
 from distamp.initialize.kept import (
@@ -23,7 +23,7 @@ from distamp.initialize.kept import (
     unmatched_everywhere,
 )
 from distamp.initialize.wrappers import recognise
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 
 __all__ = ["O2_OF", "cast_as", "cast_model", "check_cast_before", "check_frozen", "prepare"]
 
@@ -35,7 +35,7 @@ _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and
 
 def cast_model(
     model: _M,
-    opt_level: str | Precision,
+    opt_level: str | PrecisionLevel,
     *,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
@@ -57,27 +57,28 @@ def cast_model(
 
     Args:
         model: A module that no wrapper holds.
-        opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
+        opt_level: A name in ``distamp.precision.LEVELS``, or a `PrecisionLevel`.
         keep_batchnorm_fp32: In place of the level's own.
         master_weights: In place of the level's own.
         precision: Modules in a precision of their own, by shell patterns over their names, as in
-            ``{"*.norm": "fp32", "lm_head": "fp32:keep"}``; see `distamp.pin_precision`. Of several
-            that match, the last counts. Among several ranks a pattern may match nothing here,
-            because another rank may have those modules; `initialize` compares all ranks.
+            ``{"*.norm": "fp32", "lm_head": "fp32:keep_output"}``; see
+            `distamp.set_module_precision`. Of several that match, the last counts. Among several
+            ranks a pattern may match nothing here, because another rank may have those modules;
+            `initialize` compares all ranks.
         process_group: The ranks that have a part of the model, as `initialize` takes it.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        SettingError: The model is wrapped or sharded already, or was cast to another dtype before;
+        ConfigError: The model is wrapped or sharded already, or was cast to another dtype before;
             or it has frozen parameters in the other half precision; or, in a process alone, a
             pattern matches nothing.
 
     Source: Apex's documentation of O2, and Micikevicius et al., 2018, section 3.1. Apex casts batch
     norms without affine parameters; here their statistics stay in float32 too.
     """
-    level = Precision.of(
+    level = PrecisionLevel.from_name(
         opt_level,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
@@ -89,7 +90,7 @@ def cast_model(
         unmatched_everywhere([unmatched])
     wrapper = recognise(model).name
     if wrapper is not None and level.changes_model:
-        raise SettingError(
+        raise ConfigError(
             f"cast_model was given a model inside {wrapper}, which has laid its parameters out in "
             "their present dtype; the order is cast_model(model, level), then the wrapper, then "
             "the optimizer, then initialize"
@@ -100,7 +101,7 @@ def cast_model(
     return model
 
 
-def prepare(model: nn.Module, precision: Precision, pins: Pins) -> None:
+def prepare(model: nn.Module, precision: PrecisionLevel, pins: Pins) -> None:
     """Pin the modules of a model, and change the rest where the level says so and nobody has."""
     pin_all(model, pins, precision.param)
     if cast_as(model) is not None or not precision.changes_model:
@@ -112,7 +113,7 @@ def prepare(model: nn.Module, precision: Precision, pins: Pins) -> None:
     setattr(model, _MARK, precision)
 
 
-def _cast_all(model: nn.Module, precision: Precision) -> None:
+def _cast_all(model: nn.Module, precision: PrecisionLevel) -> None:
     kept = kept_fp32(model, precision)
     for tensor in own_tensors(*model.modules()):
         if tensor.is_floating_point():
@@ -126,7 +127,7 @@ def _cast_all(model: nn.Module, precision: Precision) -> None:
         model.register_forward_hook(functools.partial(_cast_outputs, precision.output))
 
 
-def check_frozen(model: nn.Module, precision: Precision) -> None:
+def check_frozen(model: nn.Module, precision: PrecisionLevel) -> None:
     """Refuse a level that cannot compute with the frozen parameters as they are.
 
     Only what is trained must have the level's dtype. A region casts the rest op by op, but not
@@ -134,7 +135,7 @@ def check_frozen(model: nn.Module, precision: Precision) -> None:
     float32, which is cast to it.
 
     Raises:
-        SettingError: They are in half precision at O0, or in another one than the level computes
+        ConfigError: They are in half precision at O0, or in another one than the level computes
             in, where a cast would lose range or precision.
     """
     kind, ways = (nn.Module, "bf16 or O1, or ") if not precision.autocasts else (_BatchNorm, "")
@@ -143,34 +144,34 @@ def check_frozen(model: nn.Module, precision: Precision) -> None:
     others = {p.dtype for p in held if not p.requires_grad} & O2_OF.keys() - {precision.compute}
     if others:
         dtype = others.pop()
-        raise SettingError(
+        raise ConfigError(
             f"{precision.level} computes in {precision.compute} and the model has frozen "
             f"{'batch norms' if precision.autocasts else 'parameters'} in {dtype}; take {ways}"
             f"{O2_OF[dtype]}, or cast them yourself: module.to(...)"
         )
 
 
-def cast_as(model: nn.Module) -> Precision | None:
+def cast_as(model: nn.Module) -> PrecisionLevel | None:
     """Return what `cast_model` cast this very module to; None if it did not."""
     return getattr(model, _MARK, None)
 
 
-def check_cast_before(model: nn.Module, precision: Precision) -> None:
+def check_cast_before(model: nn.Module, precision: PrecisionLevel) -> None:
     """Refuse a model that was cast to something else.
 
     Raises:
-        SettingError: It was.
+        ConfigError: It was.
     """
     before = cast_as(model)
     if before is not None and _layout_of(before) != _layout_of(precision):
-        raise SettingError(
+        raise ConfigError(
             f"the model was cast for {before.level} ({_layout_of(before)}) and is to train at "
             f"{precision.level} ({_layout_of(precision)}); give both the same, and build the model "
             "again, because rounding lost precision"
         )
 
 
-def _layout_of(precision: Precision) -> str:
+def _layout_of(precision: PrecisionLevel) -> str:
     named = {
         "parameters": precision.param,
         "keep_batchnorm_fp32": precision.keep_batchnorm_fp32,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from distamp.autocast import OpLists, pin_of
 from distamp.autocast.op_names import Category
 from distamp.comm_hooks.torch_compat import output_dtype_of
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.initialize.casting import O2_OF, cast_as, check_cast_before, check_frozen
 from distamp.initialize.float8 import check_kernels
 from distamp.initialize.kept import Pins
@@ -27,7 +27,7 @@ from distamp.initialize.wrappers import (
 from distamp.masters import masters_of, refuse_held, refuse_share
 from distamp.module_names import module_names
 from distamp.optimizers import parameters_of
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 
 __all__ = ["check", "check_trained"]
 
@@ -42,7 +42,7 @@ def check(
     models: Sequence[nn.Module],
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
-    precision: Precision,
+    precision: PrecisionLevel,
     pins: Pins,
     comm_hook: str | None,
     replicas: object,
@@ -51,13 +51,13 @@ def check(
     """Refuse what cannot be trained at this level as it is; return the models' device type.
 
     Raises:
-        SettingError: See the texts.
+        ConfigError: See the texts.
     """
     device = next(filter(None, map(compute_device, models)), None)
     if device is None:
-        raise SettingError("initialize needs a model with parameters: there is nothing to train")
+        raise ConfigError("initialize needs a model with parameters: there is nothing to train")
     if device.type == "meta":
-        raise SettingError(
+        raise ConfigError(
             "the model is on 'meta' and has no values yet; materialise it first, by "
             "model.to_empty(device=...) and its initialisation or a checkpoint, then initialize"
         )
@@ -74,17 +74,19 @@ def check(
     return device.type
 
 
-def _check_ops(precision: Precision, ops: OpLists | None) -> None:
+def _check_ops(precision: PrecisionLevel, ops: OpLists | None) -> None:
     lower = Category.LOWER_PRECISION
     found = lower if ops is None else ops.by_op().get("mm", lower)
     if found is not lower:
-        raise SettingError(
+        raise ConfigError(
             f"ops lists matrix products as {found.value}, and at {precision.level} linear layers "
             "compute them in float8; leave linear out, or pin layers: precision={'name': 'fp32'}"
         )
 
 
-def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision, pins: Pins) -> None:
+def _check_model(
+    model: nn.Module, wrapping: Wrapping, precision: PrecisionLevel, pins: Pins
+) -> None:
     check_frozen(model, precision)
     cast = cast_as(wrapping.inner)
     if wrapping.policies:
@@ -98,11 +100,11 @@ def _check_model(model: nn.Module, wrapping: Wrapping, precision: Precision, pin
         _check_units(model)
 
 
-def check_trained(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+def check_trained(model: nn.Module, wrapping: Wrapping, precision: PrecisionLevel) -> None:
     """Refuse trained parameters in half precision, unless the level casts them itself.
 
     Raises:
-        SettingError: The model has such parameters.
+        ConfigError: The model has such parameters.
     """
     if precision.casts_model and not wrapping.policies:
         return
@@ -112,12 +114,12 @@ def check_trained(model: nn.Module, wrapping: Wrapping, precision: Precision) ->
         return
     name, dtype = half[0]
     if wrapping.policies:
-        raise SettingError(
+        raise ConfigError(
             f"{wrapping.name} casts float32 parameters by its own mixed precision, and the model "
             f"has some in {dtype}, first {name}, so nothing would be stepped in float32; leave "
             "out model.half() or cast_model()"
         )
-    raise SettingError(
+    raise ConfigError(
         f"{precision.level} trains float32 parameters and the model has some in {dtype}, first "
         f"{name}; leave out model.half(), or make those float32 by .float() of their module "
         f"(peft's modules_to_save), or take {O2_OF[dtype]}, whose model is cast; what stays "
@@ -125,14 +127,14 @@ def check_trained(model: nn.Module, wrapping: Wrapping, precision: Precision) ->
     )
 
 
-def _check_policies(model: nn.Module, wrapping: Wrapping, precision: Precision) -> None:
+def _check_policies(model: nn.Module, wrapping: Wrapping, precision: PrecisionLevel) -> None:
     """Refuse FSDP's mixed precision where it is not what the level does."""
     name, level = wrapping.name, precision.level
     if precision.autocasts and wrapping.policies == {(precision.compute, precision.reduce)}:
         return  # gathered in the dtype that the region would cast it to
     dtypes = {dtype for dtype, _ in wrapping.policies}
     if not precision.master_weights or dtypes != {precision.param}:
-        raise SettingError(
+        raise ConfigError(
             f"{name} computes in {', '.join(map(str, dtypes))} and keeps float32 parameters by its "
             f"own mixed precision, and {level} computes in {precision.compute} with parameters in "
             f"{precision.param} and gradients reduced in {precision.reduce}; leave that setting "
@@ -144,14 +146,14 @@ def _check_policies(model: nn.Module, wrapping: Wrapping, precision: Precision) 
     norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
     cast = [name for name, norm in norms.items() if units[norm] is not None]
     if precision.keep_batchnorm_fp32 and cast:
-        raise SettingError(
+        raise ConfigError(
             f"{name} casts batch norm {cast[0]!r} to {precision.param} with the modules around it "
             f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
             "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
         )
 
 
-def _check_output_dtypes(model: nn.Module, precision: Precision) -> None:
+def _check_output_dtypes(model: nn.Module, precision: PrecisionLevel) -> None:
     """Refuse a unit inside of another whose outputs the modules of the outer one cannot take.
 
     FSDP2 casts what goes into a unit, and nothing between the modules that share one. An embedding
@@ -174,7 +176,7 @@ def _check_output_dtypes(model: nn.Module, precision: Precision) -> None:
         if dtype in (None, precision.param) or outer not in takes_inputs:
             continue
         names = module_names(model)
-        raise SettingError(
+        raise ConfigError(
             f"fully_shard casts the outputs of {names[unit]!r} to {dtype} "
             f"(output_dtype of its policy), and {names[takes_inputs[outer]]!r}, which belongs to "
             f"the unit around it, computes in {precision.param} and is given no cast. Pass "
@@ -193,7 +195,7 @@ def _check_units(model: nn.Module) -> None:
     for dtypes in held.values():
         if len(dtypes) > 1:
             kept = dtypes.get(torch.float32, next(iter(dtypes.values())))
-            raise SettingError(
+            raise ConfigError(
                 f"a unit of fully_shard trains parameters in {' and '.join(map(str, dtypes))}, and "
                 f"takes one dtype; call fully_shard first on what stays as it is, such as "
                 f"{module_names(model)[kept]!r}"
@@ -214,27 +216,27 @@ def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
         if wrapping.name == FSDP2:
             inside -= {units[module]}
         if inside:
-            raise SettingError(
+            raise ConfigError(
                 f"{module_names(model)[module]!r} is to compute in fp32, and {wrapping.name} "
                 "gathers its weights in another dtype; wrap the module by itself, as one unit and "
                 "without mixed precision, before what is around it"
             )
 
 
-def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
+def _check_cast(wrapping: Wrapping, precision: PrecisionLevel) -> None:
     """Refuse a model that was not changed before it was wrapped, or for another level."""
     name, level, cast = wrapping.name, precision.level, cast_as(wrapping.inner)
     # Masters are of parameters that stay in place: FSDP1's do not.
     if precision.master_weights and name in _SETTINGS and (cast is None or name == FSDP1):
         without = "" if cast is None else "leave out cast_model() and "
         or_cast = ", or call cast_model() before it" if name == FSDP2 else ""
-        raise SettingError(
+        raise ConfigError(
             f"{level} over {name} is its own mixed precision over float32 parameters, and it was "
             f"given none: {without}pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
         )
     if cast is None and (precision.float8_all_gather or name not in (None, "DataParallel")):
         change = "layers to float8" if precision.float8 else f"the model to {precision.param}"
-        raise SettingError(
+        raise ConfigError(
             f"{level} casts {change}, and {name or 'the optimizer'} has its parameters already; "
             f"the order is cast_model(model, {level!r}), {name or FSDP2}, the optimizer, initialize"
         )
@@ -244,7 +246,7 @@ def _check_cast(wrapping: Wrapping, precision: Precision) -> None:
 def _check_optimizers(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    precision: Precision,
+    precision: PrecisionLevel,
 ) -> None:
     """Refuse optimizers over parameters that no model has, as those made before a wrapper.
 
@@ -258,7 +260,7 @@ def _check_optimizers(
     for number, optimizer in enumerate(optimizers):
         kind, parameters = type(optimizer).__name__, parameters_of(optimizer)
         if masters_of(optimizer) is not None:
-            raise SettingError(
+            raise ConfigError(
                 f"optimizer {number} ({kind}) has master parameters already, as of an initialize "
                 "before: go on with what that returned, or make model and optimizer anew"
             )
@@ -266,7 +268,7 @@ def _check_optimizers(
         # One beside the model is welcome, a learnable temperature for example; but not one in the
         # place of a parameter that no optimizer steps.
         if strange and (left_out or strange == len(parameters)):
-            raise SettingError(
+            raise ConfigError(
                 f"{strange} of the {len(parameters)} parameters of optimizer {number} ({kind}) do "
                 "not belong to the model as it is now; a wrapper that shards replaces parameters, "
                 "so make the optimizer after it, from model.parameters(), and call initialize "
@@ -278,7 +280,7 @@ def _check_optimizers(
         eps = min(filter(None, given), default=1)  # Adafactor has a tuple
         steps_half = precision.param is torch.float16 and not precision.master_weights
         if steps_half and torch.tensor(float(eps), dtype=torch.float16) == 0:
-            raise SettingError(
+            raise ConfigError(
                 f"{kind} has eps={eps:g}, which float16 rounds to zero, and {precision.level} "
                 "keeps the optimizer's state in float16: 0 / 0 would make parameters NaN. Pass "
                 "eps=1e-3, or take O2"
@@ -290,12 +292,12 @@ def _check_comm_hook(
 ) -> None:
     """Refuse a communication hook where nothing communicates, and replicas without a hook."""
     if comm_hook is None and replicas is not None:
-        raise SettingError(
+        raise ConfigError(
             "replicas= needs a communication hook to average them; comm_hook is None: pass "
             "comm_hook='fp16', or apply fully_shard with the whole mesh and leave replicas out"
         )
     if comm_hook is not None and any(w.name in (None, "DataParallel") for w in wrappings):
-        raise SettingError(
+        raise ConfigError(
             f"comm_hook={comm_hook!r} needs a wrapper that reduces gradients between ranks, and a "
             "model has none: wrap it in DistributedDataParallel or FSDP first, or leave comm_hook "
             "out"

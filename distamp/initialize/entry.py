@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks.registration import hook_of, register
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.groups import resolve
 from distamp.guard import StepGuard
 from distamp.initialize.amp import Amp
@@ -28,13 +28,13 @@ from distamp.initialize.rank_setup import (
 )
 from distamp.initialize.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 from distamp.scaler import (
     DistGradScaler,
-    DynamicSchedule,
+    DynamicLossScale,
+    LossScale,
     MasterParameters,
-    Schedule,
-    StaticSchedule,
+    StaticLossScale,
     masters_of,
 )
 
@@ -47,14 +47,14 @@ _logger = logging.getLogger("distamp.initialize")
 def initialize(
     model: nn.Module | Sequence[nn.Module],
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    opt_level: str | Precision = "O1",
+    opt_level: str | PrecisionLevel = "O1",
     *,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
     loss_scale: float | str | None = None,
     precision: Mapping[str, str] | None = None,
     init_scale: float | None = None,
-    schedule: Schedule | None = None,
+    schedule: LossScale | None = None,
     max_consecutive_skips: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     comm_hook: str | None = None,
@@ -78,7 +78,7 @@ def initialize(
         optimizers: One or several, over parameters of the models. An empty list for a rank that
             trains nothing beside others that train, such as a frozen pipeline stage: it takes part
             in every message of `Amp.step`. None to only run the model; then nothing is sent.
-        opt_level: A name in ``distamp.precision.LEVELS``, or a `Precision`.
+        opt_level: A name in ``distamp.precision.LEVELS``, or a `PrecisionLevel`.
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
         master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
         loss_scale: As in Apex: a number or ``"dynamic"``.
@@ -97,9 +97,9 @@ def initialize(
         apex: Apex's other arguments, and a scaler's, which raise with what to use instead.
 
     Raises:
-        SettingError: The level does not exist, overrides contradict it, or the model, its wrapper
+        ConfigError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer does not fit it. The message gives the correction.
-        LockstepError: Ranks have different patterns in ``precision``, or a rank does not come.
+        RankMismatchError: Ranks have different patterns in ``precision``, or a rank does not come.
         TypeError: There is no such argument.
         ValueError: The wrapper does not support this ``comm_hook``.
 
@@ -108,7 +108,7 @@ def initialize(
     for name in apex:
         hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise TypeError(f"initialize() got an unexpected keyword argument {name!r}{hint}")
-    level = Precision.of(
+    level = PrecisionLevel.from_name(
         opt_level,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
@@ -119,7 +119,7 @@ def initialize(
     stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
     if ops is not None and not level.autocasts:
-        raise SettingError(
+        raise ConfigError(
             f"ops= lists what autocast casts, and {level.level} casts nothing op by op; take O1 or "
             "bf16, or name modules by precision="
         )
@@ -152,7 +152,7 @@ def initialize(
         else StepGuard(**settings)
     )
     idle = () if stepped else idle_optimizers(setups, device)
-    scaler.add_optimizer(*stepped, *idle)
+    scaler.register_optimizers(*stepped, *idle)
     dtype = level.compute if level.autocasts else None
     lists = _lists_of(models, ops) if device == "cpu" and level.autocasts else ops
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
@@ -189,7 +189,7 @@ def _change(
     models: Sequence[nn.Module],
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
-    precision: Precision,
+    precision: PrecisionLevel,
     pins: Pins,
 ) -> None:
     """Pin modules, cast models that no wrapper has laid out, make masters of what is then half."""
@@ -216,17 +216,17 @@ def _change(
 
 
 def _schedule(
-    precision: Precision, schedule: Schedule | None, init_scale: float | None
-) -> tuple[Schedule, float]:
+    precision: PrecisionLevel, schedule: LossScale | None, init_scale: float | None
+) -> tuple[LossScale, float]:
     if precision.loss_scale == "dynamic":
-        return schedule or DynamicSchedule(), 2.0**16 if init_scale is None else init_scale
+        return schedule or DynamicLossScale(), 2.0**16 if init_scale is None else init_scale
     if schedule is not None or init_scale is not None:
         name = "schedule" if schedule is not None else "init_scale"
-        raise SettingError(
+        raise ConfigError(
             f"{name} was given, and the loss scale of {precision.level} is the constant "
             f"{precision.loss_scale:g}; pass loss_scale='dynamic' too, or leave {name} out"
         )
-    return StaticSchedule(), precision.loss_scale
+    return StaticLossScale(), precision.loss_scale
 
 
 def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
@@ -250,14 +250,14 @@ _ELSEWHERE = {
     "cast_model_type": "choose it by the level: O2 and O3 cast the model to float16, bf16-O2 and "
     "bf16-O3 to bfloat16",
     "patch_torch_functions": "nothing is patched: O1 casts inside amp.autocast()",
-    "cast_model_outputs": "pass opt_level=Precision.of(level).replaced(output=dtype)",
+    "cast_model_outputs": "pass opt_level=PrecisionLevel.from_name(level).replace(output=dtype)",
     "enabled": "pass opt_level='O0'",
     "hard_override": "a contradiction cannot be overridden",
     "verbosity": "nothing is printed",
-    "min_loss_scale": "pass schedule=DynamicSchedule(min_scale=...)",
-    "max_loss_scale": "pass schedule=DynamicSchedule(max_scale=...)",
+    "min_loss_scale": "pass schedule=DynamicLossScale(min_scale=...)",
+    "max_loss_scale": "pass schedule=DynamicLossScale(max_scale=...)",
     **{
-        name: f"pass schedule=DynamicSchedule({name}=...)"
+        name: f"pass schedule=DynamicLossScale({name}=...)"
         for name in ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale")
     },
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.gradients import is_dtensor, local_of
 from distamp.groups import GroupLike
 from distamp.initialize.weight_copies import (
@@ -82,7 +82,7 @@ class FlatState:
         process_group: The ranks that have a part of the models.
 
     Raises:
-        SettingError: A layout has no tensor for each name (FSDP1, ZeRO, OSS).
+        ConfigError: A layout has no tensor for each name (FSDP1, ZeRO, OSS).
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class FlatState:
             prefix = "model" if len(self._models) == 1 else f"model.{index}"
             wrapper, inner, _ = recognise(model)
             if wrapper not in _NAMED_LAYOUTS:
-                raise SettingError(
+                raise ConfigError(
                     f"amp.flat_state_dict() needs one tensor for each parameter, and {wrapper} has "
                     f"flat or wrapped ones. Save {SEPARATE_STATES}; for model and optimizer, "
                     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) "
@@ -203,7 +203,7 @@ class FlatState:
                 for tensor in group["params"]:
                     name = names.get(id(parameters.get(id(tensor))))
                     if name is None:
-                        raise SettingError(
+                        raise ConfigError(
                             f"amp.flat_state_dict() takes names from the models, and "
                             f"{type(optimizer).__name__} steps a parameter of shape "
                             f"{tuple(tensor.shape)} that no model of initialize has. Save "
@@ -247,7 +247,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that keeps something beside its parameters' states and its groups."""
     kind = type(optimizer).__name__
     if inner_optimizer(unwrapped(optimizer)) is not None:
-        raise SettingError(
+        raise ConfigError(
             f"amp.flat_state_dict() needs the state of every parameter on every rank, and {kind} "
             f"has a share on each. Save {SEPARATE_STATES}, after "
             "optimizer.consolidate_state_dict() on every rank"
@@ -265,7 +265,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if others:
         reason = f"its state_dict() has {others[0]!r} beside 'state' and 'param_groups'"
     if reason is not None:
-        raise SettingError(
+        raise ConfigError(
             f"amp.flat_state_dict() cannot name all that {kind} keeps: {reason}. Save "
             f"{SEPARATE_STATES} instead"
         )
@@ -299,8 +299,8 @@ def _check_state(weight: _SteppedWeight, key: str, value: Any) -> None:
         raise _refused_state(weight, key, reason)
 
 
-def _refused_state(weight: _SteppedWeight, key: str, reason: str) -> SettingError:
-    return SettingError(
+def _refused_state(weight: _SteppedWeight, key: str, reason: str) -> ConfigError:
+    return ConfigError(
         f"amp.flat_state_dict() cannot keep the state {key!r} that "
         f"{type(weight.optimizer).__name__} has of {weight.name}: {reason}. Save "
         f"{SEPARATE_STATES} instead"
@@ -460,7 +460,7 @@ def _read_settings(
         if _is_number(number):
             settings.append((key, number))
         elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            raise SettingError(
+            raise ConfigError(
                 f"amp.flat_state_dict() keeps numbers of an optimizer's groups, and "
                 f"{type(optimizer).__name__} has tensors of several elements in {key!r}. Save "
                 f"{SEPARATE_STATES} instead"
@@ -487,7 +487,7 @@ def _merge_settings(
         for key, value in settings:
             first = values.setdefault(key, value)
             if repr(first) != repr(value):  # NaN is equal to NaN here
-                raise SettingError(
+                raise ConfigError(
                     f"{weight.name} was saved with {key}={value!r}, and a weight that shares its "
                     f"group in {type(weight.optimizer).__name__} here with {key}={first!r}. Give "
                     "the optimizer the groups that it was saved with"

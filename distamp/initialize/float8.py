@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from distamp.autocast import pin_of
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.initialize.kept import declared
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 
 __all__ = ["check_kernels", "computes_in_float8", "convert", "float8_layers"]
 
@@ -76,23 +76,23 @@ def computes_in_float8(module: nn.Module) -> bool:
     return any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
 
 
-def convert(model: nn.Module, precision: Precision) -> None:
+def convert(model: nn.Module, precision: PrecisionLevel) -> None:
     """Let every linear layer of a model that can compute in float8, in place.
 
     Raises:
-        SettingError: torchao is not installed, the model is itself a layer, or none can.
+        ConfigError: torchao is not installed, the model is itself a layer, or none can.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise SettingError(
+        raise ConfigError(
             f"{precision.level} computes by torchao, which cannot be imported ({error}); install "
             "distamp[fp8], or take bf16"
         ) from error
     layers = float8_layers(model)
     if "" in layers or "" not in layers.values():
         reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in layers.items())
-        raise SettingError(
+        raise ConfigError(
             f"{precision.level} finds no layer inside the model that can compute in float8 "
             f"({reasons or 'it has no torch.nn.Linear'}); take bf16"
         )
@@ -116,23 +116,25 @@ def convert(model: nn.Module, precision: Precision) -> None:
     _log.log(level, "%d of %d linear layers compute in float8%s", len(wanted), len(layers), how)
 
 
-def _has_kernels(device: torch.device, precision: Precision) -> bool:
+def _has_kernels(device: torch.device, precision: PrecisionLevel) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return device.type == "cuda"
     return torch.cuda.get_device_capability(device) >= _CAPABILITY[str(precision.float8)]
 
 
-def check_kernels(models: Iterable[nn.Module], device: torch.device, precision: Precision) -> None:
+def check_kernels(
+    models: Iterable[nn.Module], device: torch.device, precision: PrecisionLevel
+) -> None:
     """Refuse layers that were converted for another device than the one they compute on.
 
     Raises:
-        SettingError: They emulate float8 where there are kernels, or need kernels that are not.
+        ConfigError: They emulate float8 where there are kernels, or need kernels that are not.
     """
     layers: list[Any] = [m for model in models for m in model.modules() if computes_in_float8(m)]
     wrong = [layer for layer in layers if layer.config.emulate is _has_kernels(device, precision)]
     if wrong:
         how = "emulated" if wrong[0].config.emulate else "by kernels"
-        raise SettingError(
+        raise ConfigError(
             f"{len(wrong)} layers were converted to compute in float8 {how}, and the model is now "
             f"on {device.type}, where that is otherwise; move the model to its device first, then "
             "cast_model"

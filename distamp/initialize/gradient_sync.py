@@ -17,7 +17,7 @@ from distamp.comm_hooks.torch_compat import (
     not_compiled,
     paused_gradient_sync,
 )
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.initialize.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, name_of
 
 __all__ = ["GradientSync"]
@@ -87,7 +87,8 @@ class GradientSync:
         """Surround one backward pass.
 
         Raises:
-            StageError: DDP would not reduce this pass, because its forward pass had one already.
+            CallOrderError: DDP would not reduce this pass, because its forward pass had one
+                already.
         """
         paused = self._pauses > 0 and self._decides_in_backward
         self._outputs.begin_pass()
@@ -164,7 +165,7 @@ class _DDPOutputs:
             if self._pass is not None:
                 reduced_in.add(self._pass)
             if len(reduced_in) > 1:
-                raise StageError(
+                raise CallOrderError(
                     "a second backward() through one forward pass of DistributedDataParallel: it "
                     "reduces the first alone, and the ranks would part. Add the losses up before "
                     "backward(), or run the forward pass once for each"

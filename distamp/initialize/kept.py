@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from distamp.autocast import pin_of, pin_precision
-from distamp.errors import SettingError
+from distamp.autocast import pin_of, set_module_precision
+from distamp.errors import ConfigError
 from distamp.module_names import module_names
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 
 __all__ = [
     "Pins",
@@ -39,7 +39,7 @@ Pins = Mapping[nn.Module, str]
 
 
 def match_patterns(
-    models: Sequence[nn.Module], precision: Precision
+    models: Sequence[nn.Module], precision: PrecisionLevel
 ) -> tuple[Pins, dict[str, list[str]]]:
     """Return the modules of this rank that the patterns of a level name.
 
@@ -66,15 +66,17 @@ def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> No
         unmatched: Of each rank the second result of `match_patterns`.
 
     Raises:
-        SettingError: There is such a pattern.
+        ConfigError: There is such a pattern.
     """
     for pattern in unmatched[0]:
         if all(pattern in of_rank for of_rank in unmatched):
             close = dict.fromkeys(name for of_rank in unmatched for name in of_rank[pattern])
-            hint = "the model has no modules inside, so call pin_precision(model, ...) instead"
+            hint = (
+                "the model has no modules inside, so call set_module_precision(model, ...) instead"
+            )
             if close:
                 hint = f"the nearest are {', '.join(map(repr, list(close)[:3]))}"
-            raise SettingError(
+            raise ConfigError(
                 f"precision has the pattern {pattern!r}, which no module's name matches on any "
                 f"rank; {hint}"
             )
@@ -90,8 +92,8 @@ def pin_all(model: nn.Module, pins: Pins, dtype: torch.dtype) -> None:
     around = None if dtype is torch.float32 else dtype
     for module, pin in pins.items():
         if module in own:
-            keep = ":keep" if module is head and ":" not in pin else ""
-            pin_precision(module, pin + keep, model_dtype=around)
+            keep = ":keep_output" if module is head and ":" not in pin else ""
+            set_module_precision(module, pin + keep, model_dtype=around)
 
 
 def return_model_dtype(model: nn.Module, pins: Container[nn.Module], dtype: torch.dtype) -> None:
@@ -129,19 +131,21 @@ def _outermost_fp32(module: nn.Module, inside: bool = False) -> Iterator[nn.Modu
         yield from _outermost_fp32(child, fp32)
 
 
-def kept_fp32(model: nn.Module, precision: Precision) -> set[int]:
+def kept_fp32(model: nn.Module, precision: PrecisionLevel) -> set[int]:
     """Pin what else stays float32, and return the ids of all parameters and buffers that do.
 
     Raises:
-        SettingError: The model as a whole is pinned to float32.
+        ConfigError: The model as a whole is pinned to float32.
     """
     if getattr(pin_of(model), "dtype", None) is torch.float32:
-        raise SettingError(
+        raise ConfigError(
             f"the model itself is pinned to fp32, and {precision.level} casts it to "
-            f"{precision.param}; take O0, or pin_precision(model, None)"
+            f"{precision.param}; take O0, or set_module_precision(model, None)"
         )
     theirs = declared(model)
-    before = {m: _NAMES[p.dtype] + ":keep" * p.keep for m in model.modules() if (p := pin_of(m))}
+    before = {
+        m: _NAMES[p.dtype] + ":keep_output" * p.keep for m in model.modules() if (p := pin_of(m))
+    }
     owners = {each: "fp32" for each in theirs if isinstance(each, nn.Module)}
     pin_all(model, {**owners, **before}, precision.param)
     return_model_dtype(model, before, precision.param)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 from distamp.initialize.kept import unmatched_everywhere
 from distamp.optimizers import unwrapped
 
@@ -61,8 +61,8 @@ def compare_setups(
         trains: Whether the rank was given optimizers, also if these are none.
 
     Raises:
-        LockstepError: Ranks have different patterns, or a rank does not come.
-        SettingError: A pattern matches no module on any rank.
+        RankMismatchError: Ranks have different patterns, or a rank does not come.
+        ConfigError: A pattern matches no module on any rank.
         Exception: The error of some rank, on every rank.
     """
     if group is not None and not trains:
@@ -73,7 +73,7 @@ def compare_setups(
     patterns = {rank: dict(setup.pins) for rank, setup in setups.items()}
     if any(setup.pins != mine.pins for setup in setups.values()):
         given = ". ".join(f"Rank {rank}: {pins or 'none'}" for rank, pins in patterns.items())
-        raise LockstepError(
+        raise RankMismatchError(
             f"the ranks were given different patterns in precision=. {given}. Pass the same "
             "patterns on every rank, also on a pipeline stage that has none of their modules: a "
             "pattern must match a module on one rank only."
@@ -92,7 +92,7 @@ def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
     try:
         dist.all_gather_object(gathered, mine, group=group)
     except RuntimeError as error:
-        raise LockstepError(
+        raise RankMismatchError(
             f"rank {dist.get_rank()} waited in initialize() for the other ranks, of which one did "
             "not come within the timeout of the group. Every rank of process_group must call "
             "initialize() with its optimizers. A rank that trains nothing passes optimizers=[]. If "

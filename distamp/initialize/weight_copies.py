@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.gradients import is_dtensor, local_of
 from distamp.groups import GroupLike, resolve
 
@@ -46,7 +46,7 @@ def check_weight_copies(
         process_group: The ranks to compare; see `distamp.groups.resolve`.
 
     Raises:
-        SettingError: Ranks hold different weights under one name, or another rank failed.
+        ConfigError: Ranks hold different weights under one name, or another rank failed.
     """
     group = resolve(process_group)
     if group is None or dist.get_world_size(group) == 1:
@@ -61,7 +61,7 @@ def check_weight_copies(
     ranks = dist.get_process_group_ranks(group)
     for rank, (text, _) in zip(ranks, gathered, strict=True):
         if text is not None:
-            raise SettingError(f"rank {rank} refused this call, so no rank saves. {text}")
+            raise ConfigError(f"rank {rank} refused this call, so no rank saves. {text}")
     conflicts = _find_conflicts(dict(zip(ranks, (rows for _, rows in gathered), strict=True)))
     if conflicts:
         _raise_conflict(conflicts, weights, group)
@@ -97,7 +97,7 @@ def _raise_conflict(
     name, (first_rank, second_rank) = next(pair for pairs in gathered for pair in pairs)
     number = len(conflicts)
     others = "" if number == 1 else f" (and under {number - 1} more)"
-    raise SettingError(
+    raise ConfigError(
         f"amp.flat_state_dict() has one place for {name!r}, and ranks {first_rank} and "
         f"{second_rank} hold different weights under that name{others}. A checkpoint would keep "
         "one of them. Such weights are experts or shards that are plain tensors, pipeline stages "

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import register
 from distamp.comm_hooks.torch_compat import awaits_first_reduction, not_compiled
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.guard import StepGuard
 from distamp.integrations.shared import (
     Stepper,
@@ -76,7 +76,7 @@ def prepare(
         The scaler, or the guard.
 
     Raises:
-        SettingError: Settings of a loss scale where there is none, or an accelerator whose steps
+        ConfigError: Settings of a loss scale where there is none, or an accelerator whose steps
             are not its own: fp8, DeepSpeed, Megatron-LM, XLA.
         ValueError: The format or a model does not fit the hook.
 
@@ -90,7 +90,7 @@ def prepare(
     stepper: Stepper = accelerator.scaler
     if precision == "fp8" or accelerator.distributed_type in _OWN_STEPS:
         what = "fp8" if precision == "fp8" else accelerator.distributed_type
-        raise SettingError(
+        raise ConfigError(
             f"{what} in Accelerate scales and steps by itself, where distamp has no part; its "
             "steps are for fp16, bf16 and fp32 under DDP, FSDP and tensor parallel"
         )
@@ -163,7 +163,7 @@ def _give_scaler(
     else:
         made = checked_scaler(scaler, None, settings)
     if not accelerator.native_amp and _kept(accelerator, "models"):
-        raise SettingError(
+        raise ConfigError(
             "on a CPU Accelerate computes in float16 where it is told so first: call "
             "prepare(accelerator) before accelerator.prepare(model)"
         )
@@ -203,7 +203,7 @@ class _Adopts:
         for optimizer in _kept(self._accelerator, "optimizers"):
             # In place, as schedules and the user's variables refer to this very object.
             optimizer.__class__, optimizer.scaler = _SteppedOptimizer, self._stepper
-            self._stepper.add_optimizer(optimizer)
+            self._stepper.register_optimizers(optimizer)
         if self._wire is not None:
             for each in new:
                 self._register(getattr(each, "_orig_mod", each), self._wire)  # not compiled

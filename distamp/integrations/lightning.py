@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distamp.comm_hooks import CommHookState, register
-from distamp.errors import SettingError
+from distamp.comm_hooks import CommHook, register
+from distamp.errors import ConfigError
 from distamp.integrations.shared import (
     MixedMixin,
     PlainMixin,
@@ -49,7 +49,7 @@ class _Stepped(_plugins.Precision):
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Make every optimizer known before the first step."""
-        self.scaler.add_optimizer(*optimizers)
+        self.scaler.register_optimizers(*optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -60,7 +60,7 @@ class _Stepped(_plugins.Precision):
     ) -> Any:
         """Run the closure, unscale, clip and step, on all ranks or on none."""
         if isinstance(unwrapped(optimizer), LBFGS):
-            raise SettingError(
+            raise ConfigError(
                 "LBFGS evaluates the loss inside its step, so no rank knows before whether to skip "
                 "it: train it in float32 or bfloat16 with Lightning's own plugin"
             )
@@ -150,7 +150,7 @@ class SkippedSteps(_Callback):
     once each step, as the host has to know.
 
     Raises:
-        SettingError: At the start of training, if the Trainer's steps are not distamp's.
+        ConfigError: At the start of training, if the Trainer's steps are not distamp's.
     """
 
     def __init__(self) -> None:
@@ -190,12 +190,12 @@ def _stepper_of(trainer: Any) -> Stepper:
     """Return what takes the steps of the Trainer's precision plugin.
 
     Raises:
-        SettingError: It is not ours.
+        ConfigError: It is not ours.
     """
     plugin = trainer.precision_plugin
     stepper = getattr(plugin, "scaler", None)
     if not isinstance(stepper, Stepper):
-        raise SettingError(
+        raise ConfigError(
             f"the Trainer's steps are those of {type(plugin).__module__}.{type(plugin).__name__}, "
             "which does not report skipped steps; pass plugins= a plugin of "
             "distamp.integrations.lightning: Precision(), HalfPrecision('bf16-true'), "
@@ -239,7 +239,7 @@ class CommHook(_Callback):
         ValueError: There is no such format; at the start of training, where it does not fit.
     """
 
-    state: CommHookState | None
+    state: CommHook | None
 
     def __init__(self, wire: str = "fp16") -> None:
         check_wire(wire)

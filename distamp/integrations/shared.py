@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 
 from distamp.autocast import autocast
-from distamp.comm_hooks import wire_format
-from distamp.errors import SettingError, StageError
+from distamp.comm_hooks import comm_format
+from distamp.errors import CallOrderError, ConfigError
 from distamp.guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
 
@@ -74,7 +74,7 @@ def check_wire(name: str | None) -> None:
         ValueError: There is none of that name.
     """
     if name is not None:
-        wire_format(name)
+        comm_format(name)
 
 
 def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) -> DistGradScaler:
@@ -87,7 +87,7 @@ def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) 
 
     Raises:
         TypeError: ``given`` is another scaler, whose ranks would not step together.
-        SettingError: Both a scaler and settings were given.
+        ConfigError: Both a scaler and settings were given.
     """
     if given is None:
         return DistGradScaler(device, **settings)
@@ -97,7 +97,7 @@ def checked_scaler(given: object, device: str | None, settings: dict[str, Any]) 
             f"{type(given).__qualname__}; leave it out to have one made"
         )
     if settings:
-        raise SettingError(
+        raise ConfigError(
             f"{', '.join(sorted(settings))} belong to the scaler, and one was given; set them there"
         )
     return given
@@ -117,14 +117,14 @@ def stepper_for(
 
     Raises:
         TypeError: ``given`` is another scaler, whose ranks would not step together.
-        SettingError: Settings beside one that was given, or of a scaler where none is.
+        ConfigError: Settings beside one that was given, or of a scaler where none is.
     """
     if scales:
         return checked_scaler(given, device, settings)
     unused = ["scaler"] if given is not None else []
     unused += sorted(set(settings) - {*GUARD_SETTINGS})
     if unused:
-        raise SettingError(
+        raise ConfigError(
             f"precision {precision!r} does not scale losses, so {', '.join(unused)} cannot be set; "
             f"leave them out, or train in fp16 ({', '.join(sorted(GUARD_SETTINGS))} can be set)"
         )
@@ -226,11 +226,11 @@ def was_skipped(stepper: Stepper, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's last step was skipped; False before the first; may wait."""
     try:
         return not stepper.stepped(optimizer)
-    except StageError:
+    except CallOrderError:
         return False
 
 
 def skipped_steps(stepper: Stepper, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Return how many steps of these optimizers were skipped so far; may wait."""
-    stepper.add_optimizer(*optimizers)
+    stepper.register_optimizers(*optimizers)
     return sum(stepper.step_counts(optimizer).skipped for optimizer in optimizers)

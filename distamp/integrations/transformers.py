@@ -31,7 +31,7 @@ class DistTrainerMixin:
         kwargs: The trainer's own arguments.
 
     Raises:
-        SettingError: ``scaler`` or settings of a loss scale without ``fp16=True``; DeepSpeed.
+        ConfigError: ``scaler`` or settings of a loss scale without ``fp16=True``; DeepSpeed.
         ValueError: The format or the model does not fit the hook.
     """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from distamp.callers import stacklevel_of_caller
-from distamp.errors import SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError
 from distamp.gradients import (
     is_dtensor,
     local_gradients,
@@ -210,7 +210,7 @@ class MasterParameters(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy or a pickle, of the optimizer too: its masters would have no model."""
-        raise StageError(
+        raise CallOrderError(
             "master parameters, and an optimizer that has them, cannot be copied or pickled: copy "
             "the model, make an optimizer and MasterParameters(optimizer) for it (initialize does "
             "that), and load their state_dict()"
@@ -221,7 +221,7 @@ class MasterParameters(GradientSource):
     def _held(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
         if optimizer is None:
-            raise StageError("the optimizer of these master parameters is gone")
+            raise CallOrderError("the optimizer of these master parameters is gone")
         return optimizer
 
     def _adopt(self) -> list[_Pair]:
@@ -299,7 +299,7 @@ class MasterParameters(GradientSource):
         has not.
 
         Raises:
-            SettingError: The model was moved away from its masters.
+            ConfigError: The model was moved away from its masters.
             ValueError: A frozen parameter, which has no master, has a float16 gradient.
         """
         others = local_gradients([p for p, stepped in self.stepped() if p is stepped])
@@ -319,7 +319,7 @@ class MasterParameters(GradientSource):
         pairs = [pair for pair in self._adopt() if pair.parameter.grad is not None]
         for pair in pairs:
             if pair.parameter.device != pair.master.device:
-                raise SettingError(
+                raise ConfigError(
                     f"the model has gradients on {pair.parameter.device} and its masters are on "
                     f"{pair.master.device}: it was moved after MasterParameters was made. Move the "
                     "model first, then make the optimizer and its masters, and load their "
@@ -408,7 +408,7 @@ class MasterParameters(GradientSource):
         if is_inner_step(optimizer) or self._inside_method:
             return
         if find_closure(args[1:], kwargs) is not None:
-            raise StageError(
+            raise CallOrderError(
                 "step() was given a closure, whose gradients would not reach the masters: run "
                 "backward() before step(), or train this optimizer (LBFGS) in float32"
             )
@@ -631,7 +631,7 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool, allow_empty: bool) ->
 
 def _refuse_split(name: str, parameters: Iterable[Tensor]) -> None:
     if any(parameter.dtype is torch.float16 for parameter in parameters):
-        raise SettingError(
+        raise ConfigError(
             f"{name} holds float16 parameters, and a float32 value is a bfloat16 one and 16 bits, "
             "not a float16 one: take bf16-O2, or whole masters (split=False)"
         )
@@ -640,7 +640,7 @@ def _refuse_split(name: str, parameters: Iterable[Tensor]) -> None:
 def _refuse_rounded(name: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
     rounded = [key for key, value in state.items() if _was_used(value)]
     if rounded:
-        raise SettingError(
+        raise ConfigError(
             f"{name} has its state ({', '.join(rounded)}) in {parameter.dtype}, where small "
             "second moments are zero: its load_state_dict rounds to the dtype of the "
             "parameters. Make the masters first (initialize, or MasterParameters), of all that is "
@@ -652,10 +652,10 @@ def refuse_share(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that steps this rank's share of the parameters (ZeRO, OSS).
 
     Raises:
-        SettingError: It does.
+        ConfigError: It does.
     """
     if inner_optimizer(optimizer) is not None:
-        raise SettingError(
+        raise ConfigError(
             f"{type(optimizer).__name__} steps a share of the parameters on each rank, and hands "
             "the others what it stepped, not what a master rounds to. Take O1, which needs no "
             "masters, or fully_shard in its place, over a model that was cast, or over a float32 "
@@ -667,13 +667,13 @@ def refuse_held(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds its parameters outside of its groups too, as LBFGS does.
 
     Raises:
-        SettingError: It does.
+        ConfigError: It does.
     """
     parameters = set(map(id, parameters_of(optimizer)))
     for name, value in vars(optimizer).items():
         held = () if name in ("param_groups", "state") else map(id, tree_leaves(value))
         if not parameters.isdisjoint(held):
-            raise SettingError(
+            raise ConfigError(
                 f"{type(optimizer).__name__} holds its parameters in {name!r} as well, where "
                 "masters cannot take their place: its steps would change nothing. Take O1 or "
                 "bf16, which need no masters; for LBFGS O0, and its own step(closure)"
@@ -699,7 +699,7 @@ def _was_used(state: Any) -> bool:
 def _refuse_flat(parameter: Tensor) -> None:
     flat = hasattr(parameter, "_fsdp_flattened") or type(parameter).__name__ == "FlatParameter"
     if parameter.dtype in _LOW and flat:
-        raise SettingError(
+        raise ConfigError(
             f"a parameter of shape {tuple(parameter.shape)} is flat (FullyShardedDataParallel), "
             "which changes what it holds between passes. Leave the model in float32 and pass "
             "mixed_precision=MixedPrecision(param_dtype=torch.float16): its own float32 parameters "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.gradients import local_of
 
 __all__ = ["allocate", "free"]
@@ -23,7 +23,7 @@ _MESSAGE = (
 
 
 def free(master: Tensor) -> None:
-    """Drop the values of a split master: reads return NaN, and writes raise StageError.
+    """Drop the values of a split master: reads return NaN, and writes raise CallOrderError.
 
     Called under no_grad.
     """
@@ -67,7 +67,9 @@ class _Placeholder:
         written = args[0] if args and _writes_first_argument(func, name) else kwargs.get("out")
         targets = written if isinstance(written, list | tuple) else [written]
         if any(isinstance(target, _Placeholder) for target in targets):
-            raise StageError(_MESSAGE.format(name=".data =" if name == "__set__" else f"{name}()"))
+            raise CallOrderError(
+                _MESSAGE.format(name=".data =" if name == "__set__" else f"{name}()")
+            )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if func in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]

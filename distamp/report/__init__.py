@@ -1,27 +1,27 @@
 """What ran in which precision: reports of real passes and of foreseen ones."""
 
-from distamp.report.contract import Breach, Breaches, Contract
+from distamp.report.contract import ContractReport, PrecisionContract, Violation
 from distamp.report.findings import Finding, findings
 from distamp.report.mismatch import mismatch
-from distamp.report.nonfinite import NonFinite, TensorRange
+from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
-from distamp.report.replay import StepReplay, first_nonfinite
+from distamp.report.replay import StepReplay, find_first_nonfinite
 from distamp.report.rows import PrecisionReport
 from distamp.report.updates import lost_updates
 
 __all__ = [
-    "Breach",
-    "Breaches",
-    "Contract",
+    "ContractReport",
     "Finding",
-    "NonFinite",
+    "NonFiniteOrigin",
+    "PrecisionContract",
     "PrecisionReport",
     "Preflight",
     "StepReplay",
     "TensorRange",
+    "Violation",
+    "find_first_nonfinite",
     "findings",
-    "first_nonfinite",
     "lost_updates",
     "mismatch",
     "precision_report",

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.groups import GroupLike
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 from distamp.report.following import (
     begin_call,
     every_rank,
@@ -26,7 +26,7 @@ from distamp.report.following import (
 from distamp.report.observing import Observer, Seen
 from distamp.report.rows import OUTSIDE, Written, collapsed, short, text_table
 
-__all__ = ["Breach", "Breaches", "Contract"]
+__all__ = ["ContractReport", "PrecisionContract", "Violation"]
 
 _NAMES = ("fp32", "bf16", "fp16", "fp8", "fp64", "int8", "uint8")
 _KEYS = {
@@ -47,7 +47,7 @@ Dtypes = str | torch.dtype | Sequence[str | torch.dtype]
 
 
 @dataclass(frozen=True)
-class Breach:
+class Violation:
     """One way in which a step was not as declared, with all the places where it was so.
 
     Attributes:
@@ -97,8 +97,8 @@ class Breach:
         return ", ".join(parts) + (f"\n    fix: {self.fix}" if self.fix else "")
 
 
-class Breaches(Written, Sequence[Breach]):
-    """What a check found, the same on every rank: a sequence of `Breach`, false if there is none.
+class ContractReport(Written, Sequence[Violation]):
+    """What a check found, the same on every rank: a sequence of `Violation`, false if there is none.
 
     Attributes:
         contract: What was declared.
@@ -106,11 +106,11 @@ class Breaches(Written, Sequence[Breach]):
         unseen: What the check could not look into, and what did not run, a sentence each.
     """
 
-    def __init__(self, contract: Contract) -> None:
+    def __init__(self, contract: PrecisionContract) -> None:
         self.contract = contract
         self.seen: dict[str, dict[str, int]] = {}
         self.unseen: tuple[str, ...] = ()
-        self._found: tuple[Breach, ...] = ()
+        self._found: tuple[Violation, ...] = ()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -172,7 +172,7 @@ class Breaches(Written, Sequence[Breach]):
 
 
 @dataclass(frozen=True)
-class Contract:
+class PrecisionContract:
     """The dtypes that each part of a training step was declared to have.
 
     torch has nothing like it: ``MixedPrecisionPolicy`` and ``autocast`` say what is wished, and
@@ -196,11 +196,11 @@ class Contract:
             schedule sends.
 
     Raises:
-        SettingError: There is no such dtype or key.
+        ConfigError: There is no such dtype or key.
 
     Example::
 
-        contract = distamp.Contract(parameters="fp32", compute="bf16", reduce="fp32")
+        contract = distamp.PrecisionContract(parameters="fp32", compute="bf16", reduce="fp32")
         breaches = contract.check(step, model, optimizer)
         print(breaches)
     """
@@ -223,20 +223,20 @@ class Contract:
             if not isinstance(given, Mapping):
                 given = dict.fromkeys(("parameters", "compute", "norms"), given)
             for key in given.keys() - _KEYS.keys():
-                raise SettingError(
+                raise ConfigError(
                     f"modules[{pattern!r}] has {key!r}; a contract speaks of {', '.join(_KEYS)}"
                 )
             exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
         object.__setattr__(self, "modules", exceptions)
 
     @classmethod
-    def of(cls, level: str | Precision, *models: nn.Module) -> Self:
+    def of(cls, level: str | PrecisionLevel, *models: nn.Module) -> Self:
         """Return the contract of a level, such as ``"bf16"``, for these models.
 
         Without models it knows neither batch norms that stay float32 nor pins; see
-        `Precision.contract`.
+        `PrecisionLevel.contract`.
         """
-        return cls(**Precision.of(level).contract(*models))
+        return cls(**PrecisionLevel.from_name(level).contract(*models))
 
     def declared(self, key: str, where: str = "") -> tuple[str, ...]:
         """Return what is declared for a key, of a module or parameter; empty: nothing."""
@@ -259,7 +259,7 @@ class Contract:
         hooks: Sequence[Any] = (),
         *,
         process_group: GroupLike = None,
-    ) -> Breaches:
+    ) -> ContractReport:
         """Run one step, really, and compare what it used with what was declared.
 
         Collective: every rank of `process_group` must call this. All return the same.
@@ -273,9 +273,9 @@ class Contract:
             process_group: The ranks that train the model. None is the default group.
 
         Raises:
-            SettingError: A pattern matches no module.
+            ConfigError: A pattern matches no module.
             TypeError: ``model`` is not a module.
-            LockstepError: Another rank makes another call.
+            RankMismatchError: Another rank makes another call.
             DistampError: ``step``, or the check itself, raised on another rank. Where it raises
                 here, that is raised.
         """
@@ -291,16 +291,16 @@ class Contract:
         hooks: Sequence[Any] = (),
         *,
         process_group: GroupLike = None,
-    ) -> Iterator[Breaches]:
+    ) -> Iterator[ContractReport]:
         """Check what runs in the block, like `check`; the result is filled when the block ends.
 
         Collective: every rank of `process_group` must call this.
         """
-        group = begin_call("Contract.check()", process_group)
+        group = begin_call("PrecisionContract.check()", process_group)
         with raised_on_every_rank("the check of a contract", group):
             observer = _observer_of(model, optimizer, hooks)
         self._require_matches([*observer.names.values()], group)
-        found = Breaches(self)
+        found = ContractReport(self)
         with raised_on_every_rank("the step that a contract watches", group), observer.observing():
             yield found
         with raised_on_every_rank("the check of a contract", group):
@@ -309,7 +309,7 @@ class Contract:
 
     def judge(
         self, ranks: Sequence[Mapping[Seen, tuple[int, int]]], numbers: Sequence[int]
-    ) -> Iterator[Breach]:
+    ) -> Iterator[Violation]:
         """Yield what is not as declared among what each rank saw, and where ranks differ.
 
         Args:
@@ -361,7 +361,7 @@ class Contract:
         anywhere = set().union(*every_rank(matched, group))
         for pattern in self.modules.keys() - anywhere - {OUTSIDE}:
             near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
-            raise SettingError(
+            raise ConfigError(
                 f"the contract's pattern {pattern!r} matches no module of the model; there are "
                 f"{', '.join(near) or 'none with a name'}"
             )
@@ -389,7 +389,7 @@ def _dtypes(key: str, given: Any) -> tuple[str, ...]:
     names = tuple(dict.fromkeys("fp8" if n.startswith("float8") else n for n in names))
     for name in names:
         if name not in _NAMES:
-            raise SettingError(
+            raise ConfigError(
                 f"{key} must be of {', '.join(_NAMES)}, or a torch.dtype, not {name!r}"
             )
     return names
@@ -409,11 +409,11 @@ def _breach(
     names: set[str],
     total: int,
     of: Sequence[Mapping[Seen, tuple[int, int]]],
-) -> Breach:
+) -> Violation:
     """One cause as a breach; ``of`` has what each rank saw of it."""
     rows = dict.fromkeys(row for rows in of for row in rows)
     shown = collapsed((name, "") for name in names)
-    breach = Breach(
+    breach = Violation(
         key,
         tuple(sorted(set(shown.values()))),
         len(names),
@@ -433,12 +433,12 @@ def _breach(
 _HALF = ("bf16", "fp16")
 
 
-def _half(breach: Breach) -> bool:
+def _half(breach: Violation) -> bool:
     return breach.found in _HALF
 
 
 # When, and what most likely puts it right; the first that applies.
-_FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
+_FIXES: tuple[tuple[Callable[[Violation], bool], str], ...] = (
     (
         lambda it: not it.declared,
         "ranks train in different precisions: build, cast and wrap the model alike on all of them",
@@ -464,11 +464,12 @@ _FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
     ),
     (
         lambda it: it.key == "compute",
-        "pin these modules: pin_precision(module, 'fp32'); or leave autocast around them",
+        "pin these modules: set_module_precision(module, 'fp32'); or leave autocast around them",
     ),
     (
         lambda it: it.key == "norms" and _half(it),
-        "keep these norms in float32: pin_precision(norm, 'fp32'), and under FSDP2 a fully_shard "
+        "keep these norms in float32: set_module_precision(norm, 'fp32'), and under FSDP2 a "
+        "fully_shard "
         "of their own without param_dtype",
     ),
     (
@@ -497,7 +498,8 @@ _FIXES: tuple[tuple[Callable[[Breach], bool], str], ...] = (
     (
         lambda it: it.key == "activations" and "send" in it.op,
         "a pipeline sends what its stage returns: return this dtype from the stage, and if "
-        "initialize casts what it returns, pass Precision.of(level).replaced(output=dtype)",
+        "initialize casts what it returns, pass "
+        "PrecisionLevel.from_name(level).replace(output=dtype)",
     ),
     (
         lambda it: it.key == "activations",

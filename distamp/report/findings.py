@@ -112,7 +112,7 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         "warning",
         lambda row: row.op not in _SUMS and _out(row) == "float16" and row.length >= 2**15,
         "adds up {row.length:,} products for one fp16 number, whose largest is 65504",
-        "scale the inputs down, use bfloat16, or pin_precision(module, 'fp32')",
+        "scale the inputs down, use bfloat16, or set_module_precision(module, 'fp32')",
     ),
     (
         "mixed-half",

@@ -3,7 +3,7 @@
 Hooks follow modules in every thread, a TorchDispatchMode the kernels below autograd and autocast,
 and a TorchFunctionMode the torch functions above them. On each autograd node is written which
 function of which module made it, so that backward can be given to modules too. The report, the
-contract and first_nonfinite are a `Follower` each, and differ in what they do with the events.
+contract and find_first_nonfinite are a `Follower` each, and differ in what they do with the events.
 """
 
 from __future__ import annotations
@@ -508,7 +508,7 @@ def begin_call(name: str, process_group: GroupLike) -> dist.ProcessGroup | None:
     calls of a guard or scaler send, so that it raises beside another call too.
 
     Raises:
-        LockstepError: Ranks make different calls.
+        RankMismatchError: Ranks make different calls.
     """
     check_group(process_group)
     group = Ranks(process_group).announce(name)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 
 __all__ = ["mismatch"]
 
@@ -59,7 +59,7 @@ def mismatch(
 
     Raises:
         ValueError: Shapes or dtypes are not those, or the range is not positive.
-        LockstepError: Another rank raised one of these.
+        RankMismatchError: Another rank raised one of these.
 
     Source: Schulman, "Approximating KL Divergence" (2020), for k1 and k3; Kong, "A Note on
     Importance Sampling using Standardized Weights" (1992), for the effective sample size.
@@ -79,7 +79,9 @@ def mismatch(
         raise error
     bad = everyone[:, 0].isnan().nonzero().flatten().tolist()
     if bad:
-        raise LockstepError(f"mismatch() raised on rank {bad[0]} of the group, with its own error")
+        raise RankMismatchError(
+            f"mismatch() raised on rank {bad[0]} of the group, with its own error"
+        )
     result = {}
     for unit, part in zip(("token", "sequence"), everyone.split(_SENT, 1), strict=True):
         count, sums = part[:, 0].sum(), part[:, 1 : 1 + len(_SUMS)].sum(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from distamp.report.rows import OUTSIDE
 
-__all__ = ["NonFinite", "TensorRange"]
+__all__ = ["NonFiniteOrigin", "TensorRange"]
 
 _HELD = ("parameter", "buffer", "input")
 
@@ -48,7 +48,7 @@ class TensorRange:
 
 
 @dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFiniteOrigin:
     """Where the first non-finite number of a step was born; ``print`` gives a sentence and a table.
 
     Attributes:

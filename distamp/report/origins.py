@@ -36,7 +36,7 @@ from distamp.report.following import (
     storage_of,
     tensors_in,
 )
-from distamp.report.nonfinite import NonFinite, TensorRange
+from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
 
 __all__ = ["Watch", "first_of", "floats_in", "range_of"]
 
@@ -68,7 +68,7 @@ class _Origin:
         key: Of a collective: its group, name and number, alike on all ranks.
     """
 
-    found: NonFinite
+    found: NonFiniteOrigin
     order: int
     weak: bool = False
     key: tuple[Any, ...] = ()
@@ -131,7 +131,7 @@ class Watch(Follower):
         module, function, cause, *_ = super().maker()
         return Owner(module, function, cause, _user_line(), self._micro_batch())
 
-    def _place(self, kernel: str) -> NonFinite:
+    def _place(self, kernel: str) -> NonFiniteOrigin:
         """Where the kernel runs that runs."""
         owner, phase, node = self.running()
         op, parameter = owner.function or kernel.strip("_"), ""
@@ -139,7 +139,7 @@ class Watch(Follower):
             parameter = self.parameters.get(id(getattr(node, "variable", None)), ("", ""))[0]
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 op = type(node).__name__.removesuffix("Backward")
-        return NonFinite(
+        return NonFiniteOrigin(
             kind="op",
             op=op,
             kernel=kernel,
@@ -208,7 +208,7 @@ class Watch(Follower):
     def _made_by(
         self,
         kernel: Kernel,
-        place: NonFinite,
+        place: NonFiniteOrigin,
         given: Iterable[tuple[str, Tensor]],
         before: dict[int, TensorRange],
         bad: Iterable[Tensor],
@@ -266,7 +266,7 @@ class Watch(Follower):
     def _note(self, tensors: Iterable[Tensor], origins: _Origins) -> None:
         self._origins |= dict.fromkeys(map(storage_of, tensors), origins)
 
-    def _of(self, tensor: Tensor, found: TensorRange, place: NonFinite) -> _Origins:
+    def _of(self, tensor: Tensor, found: TensorRange, place: NonFiniteOrigin) -> _Origins:
         """The origins of a tensor that is not finite; what nobody made was there before."""
         known = self._known(tensor)
         if known is not None:
@@ -356,14 +356,14 @@ def _resolve(seen: Sequence[tuple[dict[Any, _Origins], dict[_Origin, list[str]]]
 
 def first_of(
     seen: Sequence[tuple[dict[Any, _Origins], dict[_Origin, list[str]]]],
-) -> NonFinite | None:
+) -> NonFiniteOrigin | None:
     """The first origin of all, with every rank where it was born; of `Watch`'s fed and reached."""
     origins = _resolve(seen)
     if not origins:
         return None
     first = origins[0].found
 
-    def place(it: NonFinite) -> tuple[Any, ...]:
+    def place(it: NonFiniteOrigin) -> tuple[Any, ...]:
         return it.kind, it.kernel, it.module, it.parameter, it.direction, it.micro_batch, it.line
 
     same = [each.found for each in origins if place(each.found) == place(first)]

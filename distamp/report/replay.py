@@ -1,4 +1,4 @@
-"""first_nonfinite: where the first NaN or inf of a step was born, found by replaying it."""
+"""find_first_nonfinite: where the first NaN or inf of a step was born, found by replaying it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from distamp.report.following import (
     raised_on_every_rank,
     tensors_in,
 )
-from distamp.report.nonfinite import NonFinite
+from distamp.report.nonfinite import NonFiniteOrigin
 from distamp.report.origins import Watch, first_of, floats_in, range_of
 
-__all__ = ["StepReplay", "first_nonfinite"]
+__all__ = ["StepReplay", "find_first_nonfinite"]
 
 _log = logging.getLogger("distamp.report")
 _version = operator.attrgetter("_version")
@@ -119,9 +119,9 @@ def _hooks_with_a_state(model: DistributedDataParallel) -> list[str]:
     return [getattr(hook, "__name__", "?") for hook, own in hooks if not isinstance(own, stateless)]
 
 
-def first_nonfinite(
+def find_first_nonfinite(
     step: Callable[[], Any], model: nn.Module, *, process_group: GroupLike = None
-) -> NonFinite | None:
+) -> NonFiniteOrigin | None:
     """Find where the first NaN or inf of a step is born, by running the step again.
 
     ``torch.autograd.set_detect_anomaly`` raises in the first backward function that returns a NaN;
@@ -139,7 +139,7 @@ def first_nonfinite(
             for batch in batches:
                 scaler.scale(loss_fn(model(batch))).backward()
 
-        print(distamp.first_nonfinite(step, model))
+        print(distamp.find_first_nonfinite(step, model))
 
     Args:
         step: Runs forward and backward passes and nothing else, with the same batches each time.
@@ -154,14 +154,15 @@ def first_nonfinite(
 
     Raises:
         TypeError: ``model`` is not a module, or ``step`` cannot be called.
-        LockstepError: Another rank makes another call.
+        RankMismatchError: Another rank makes another call.
         DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
     """
-    group = begin_call("first_nonfinite()", process_group)
-    with raised_on_every_rank("first_nonfinite()", group):
+    group = begin_call("find_first_nonfinite()", process_group)
+    with raised_on_every_rank("find_first_nonfinite()", group):
         if not isinstance(model, nn.Module) or not callable(step):
             raise TypeError(
-                "first_nonfinite takes a function that runs forward and backward, and the model, a "
+                "find_first_nonfinite takes a function that runs forward and backward, and the "
+                "model, a "
                 f"torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
             )
         kept = _Kept(model)
@@ -198,7 +199,7 @@ class StepReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.found: NonFinite | None = None
+        self.found: NonFiniteOrigin | None = None
         self._model = model
         self._kept: tuple[Callable[[], Any], _Kept, list[tuple[Tensor, int]]] | None = None
         # How many steps were skipped in a row; -1 once they were replayed.
@@ -208,7 +209,7 @@ class StepReplay:
         """Keep a step before it runs; the last one counts.
 
         Args:
-            step: As of `first_nonfinite`; with the loss scaled where there is a scale.
+            step: As of `find_first_nonfinite`; with the loss scaled where there is a scale.
             batches: Its batches, in any nesting: it is said if they change before the replay.
         """
         versions = [(each, _version(each)) for each in tensors_in(batches)]
@@ -269,7 +270,7 @@ def _search(
     notes: Sequence[str],
     was_skipped: bool,
     group: dist.ProcessGroup | None,
-) -> NonFinite | None:
+) -> NonFiniteOrigin | None:
     """Replay a step from what was kept; say ``notes`` in the answer.
 
     Collective: every rank of ``group`` must call this.
@@ -278,7 +279,7 @@ def _search(
     finite = not was_skipped and all(
         range_of("", local_of(it)).finite for _, it in _gradients(model)
     )
-    found: list[NonFinite | None] = []
+    found: list[NonFiniteOrigin | None] = []
     totals = []
     ran_compiled = False
     runs_finite: bool | None = None
@@ -317,9 +318,9 @@ def _search(
         if is_first_rank(group):
             _log.warning("%s", sentence)
         notes.append(sentence)
-        return None if finite else NonFinite("unseen", notes=tuple(notes))
+        return None if finite else NonFiniteOrigin("unseen", notes=tuple(notes))
     if found[0] is None:
-        return None if finite else NonFinite("unseen", notes=tuple(notes))
+        return None if finite else NonFiniteOrigin("unseen", notes=tuple(notes))
     if totals[-1] not in totals[:-1]:
         notes.append("the step is not deterministic: a second replay computed other numbers")
     return replace(found[0], notes=tuple(notes))

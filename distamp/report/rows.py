@@ -326,18 +326,20 @@ def _explained(function: str, rows: Sequence[OpRow], how: str) -> Iterator[str]:
             continue
         dtype, taken = short(row.outputs[0]), " and ".join(map(short, row.inputs))
         if how.startswith("pinned"):
-            why, change = f"the module is {how}", "pin_precision(module, None) would"
+            why, change = f"the module is {how}", "set_module_precision(module, None) would"
         elif by_region:
             listed = "fp32" if dtype in ("fp32", "fp64") else "lower_precision"
             source = " and ".join(dict.fromkeys(short(each.inputs[0]) for each in by_region))
             other = "lower_precision" if listed == "fp32" else "fp32"
             why = f"autocast cast what it takes from {source}, for its lists have it as {listed}"
-            change = f'OpLists({other}={{"{function}"}}) or pin_precision would'
+            change = f'OpLists({other}={{"{function}"}}) or set_module_precision would'
         elif any(each.cause == "explicit" for each in casts):
             why, change = "the code casts here", "taking .to, .float() or dtype= away would"
         elif how.startswith("autocast"):
             why = f"it took {taken} as it came: its inputs and weights were so, or no list has it"
-            change = f'OpLists(fp32={{"{function}"}}), lower_precision= or pin_precision would'
+            change = (
+                f'OpLists(fp32={{"{function}"}}), lower_precision= or set_module_precision would'
+            )
         else:
             why = f"no region is on, so it took {taken} as it came"
             change = "a region, a pin, or another dtype of model, inputs or param_dtype would"

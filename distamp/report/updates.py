@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.fsdp_params import sharded_params
 from distamp.masters import masters_of
 from distamp.module_names import module_names
@@ -61,7 +61,7 @@ def lost_updates(
         A share from 0 to 1 for each module that has parameters with an update.
 
     Raises:
-        SettingError: The step updated half precision parameters in a way that cannot be measured:
+        ConfigError: The step updated half precision parameters in a way that cannot be measured:
             by masters that distamp does not know, without a ``torch.optim.Optimizer``, with a
             closure, or by an optimizer that cannot be copied.
     """
@@ -129,23 +129,23 @@ class _UpdateRecorder:
             before: The parameters, with their elements before the step.
 
         Raises:
-            SettingError: There are some.
+            ConfigError: There are some.
         """
         advice = (
             "Measure the model in float32 before it is cast, or step it with a torch.optim "
             "optimizer, with or without distamp's masters."
         )
         if self._failures:
-            raise SettingError(f"lost_updates cannot measure {self._failures[0]}. {advice}")
+            raise ConfigError(f"lost_updates cannot measure {self._failures[0]}. {advice}")
         unknown = [(p, old) for p, old in before if p.requires_grad and id(p) not in self._covered]
         moved = [p for p, old in unknown if not torch.equal(_elements(p), old)]
         if moved:
-            raise SettingError(
+            raise ConfigError(
                 f"lost_updates cannot measure {len(moved)} half precision parameters, because "
                 f"they changed without an optimizer step that holds them or their masters. {advice}"
             )
         if unknown and self._foreign:
-            raise SettingError(
+            raise ConfigError(
                 f"lost_updates cannot measure {len(unknown)} half precision parameters, because "
                 f"the step ran {self._foreign[0]}, which are neither parameters of the model nor "
                 f"masters that distamp made. {advice}"

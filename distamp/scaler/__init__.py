@@ -4,21 +4,21 @@ from distamp.guard.optimizer_state import StepCounts
 from distamp.masters import MasterParameters, master_params, masters_of
 from distamp.scaler.grad_scaler import DistGradScaler
 from distamp.scaler.schedule import (
-    DynamicSchedule,
-    HysteresisSchedule,
+    DynamicLossScale,
+    HysteresisLossScale,
+    LossScale,
     ScaleState,
-    Schedule,
-    StaticSchedule,
+    StaticLossScale,
 )
 
 __all__ = [
     "DistGradScaler",
-    "DynamicSchedule",
-    "HysteresisSchedule",
+    "DynamicLossScale",
+    "HysteresisLossScale",
+    "LossScale",
     "MasterParameters",
     "ScaleState",
-    "Schedule",
-    "StaticSchedule",
+    "StaticLossScale",
     "StepCounts",
     "master_params",
     "masters_of",

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from distamp.callers import stacklevel_of_caller
-from distamp.errors import SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError
 from distamp.guard.step_guard import GUARDS
-from distamp.scaler.schedule import SCHEDULES, DynamicSchedule, Schedule
+from distamp.scaler.schedule import LOSS_SCALES, DynamicLossScale, LossScale
 
 __all__ = ["Saved", "from_torch", "read_state", "written_schedule"]
 
@@ -34,13 +34,13 @@ class Saved:
         hysteresis: Overflows still forgiven; None where it does not say.
     """
 
-    schedule: Schedule
+    schedule: LossScale
     scale: float | None = None
     tracker: int | None = None
     hysteresis: int | None = None
 
 
-def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
+def read_state(state: Mapping[str, Any], current: LossScale) -> Saved:
     """Read what ``state_dict()`` of this class or of a torch scaler returned, or Apex's.
 
     Args:
@@ -50,12 +50,12 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
             hysteresis, so those are kept where the state has no key of ours.
 
     Raises:
-        StageError: ``state`` is empty, as torch raises RuntimeError for it.
-        SettingError: A value is missing or outside its range.
+        CallOrderError: ``state`` is empty, as torch raises RuntimeError for it.
+        ConfigError: A value is missing or outside its range.
     """
     _check_mapping(state, "state_dict()")
     if not state:
-        raise StageError(
+        raise CallOrderError(
             "The source state dict is empty, possibly because it was saved "
             "from a disabled instance of GradScaler."
         )
@@ -64,41 +64,41 @@ def read_state(state: Mapping[str, Any], current: Schedule) -> Saved:
         return Saved(current)  # of a run that scaled nothing: the scale here is kept
     state = _from_apex(state, current)
     settings = {name: _value(state, name) for name in _TORCH_SETTINGS}
-    schedule, hysteresis = current.replaced(**settings), None
+    schedule, hysteresis = current.replace(**settings), None
     if own is not None:
         schedule, hysteresis = _read_own(own, settings)
     tracker = _count(state, "_growth_tracker")
     return Saved(schedule, _scale(state, schedule), tracker, hysteresis)
 
 
-def written_schedule(schedule: Schedule, hysteresis: int) -> dict[str, Any]:
+def written_schedule(schedule: LossScale, hysteresis: int) -> dict[str, Any]:
     """Return what torch's five keys cannot hold: the kind of schedule, its bounds and credit."""
     return {"version": _VERSION, **schedule.extras(), "hysteresis_tracker": hysteresis}
 
 
-def _read_own(state: Any, settings: Mapping[str, Any]) -> tuple[Schedule, int]:
+def _read_own(state: Any, settings: Mapping[str, Any]) -> tuple[LossScale, int]:
     """Return schedule and credit of what `written_schedule` returned, and torch's settings."""
     _check_mapping(state, f"state_dict()[{GUARDS!r}]")
     version = state.get("version")
     if type(version) is not int or version != _VERSION:
-        raise SettingError(
+        raise ConfigError(
             f"the scaler state was written by another version ({version!r:.80}) of "
             f"distamp; this one reads version {_VERSION}"
         )
     hysteresis = _count(state, "hysteresis_tracker")
-    kind = state.get("kind", DynamicSchedule.kind)
-    if not isinstance(kind, str) or kind not in SCHEDULES:
+    kind = state.get("kind", DynamicLossScale.kind)
+    if not isinstance(kind, str) or kind not in LOSS_SCALES:
         instead = ": 'headroom' is gone, take 'dynamic'" if kind == "headroom" else ""
-        raise SettingError(
-            f"the scaler state has schedule {kind!r}; known are {sorted(SCHEDULES)}{instead}"
+        raise ConfigError(
+            f"the scaler state has schedule {kind!r}; known are {sorted(LOSS_SCALES)}{instead}"
         )
     saved = {k: v for k, v in state.items() if k not in ("version", "hysteresis_tracker", "kind")}
-    unknown = set(saved) - {field.name for field in fields(SCHEDULES[kind])}
+    unknown = set(saved) - {field.name for field in fields(LOSS_SCALES[kind])}
     if unknown:
-        raise SettingError(
+        raise ConfigError(
             f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
         )
-    return SCHEDULES[kind](**settings, **saved), hysteresis
+    return LOSS_SCALES[kind](**settings, **saved), hysteresis
 
 
 def from_torch(state: Mapping[str, Any]) -> Saved:
@@ -107,24 +107,24 @@ def from_torch(state: Mapping[str, Any]) -> Saved:
     Such a pickle names torch's class, which under ``distamp.install()`` is this one.
 
     Raises:
-        SettingError: A setting is outside its range.
+        ConfigError: A setting is outside its range.
     """
     names = [name for name in _TORCH_SETTINGS if f"_{name}" in state]
-    schedule = DynamicSchedule(**{name: state[f"_{name}"] for name in names})
+    schedule = DynamicLossScale(**{name: state[f"_{name}"] for name in names})
     scale = schedule.checked_scale(state.get("_init_scale", 2.0**16))
     return Saved(schedule, scale, state.get("_init_growth_tracker", 0), 1)
 
 
 def _check_mapping(state: object, written_by: str) -> None:
     if not isinstance(state, Mapping):
-        raise SettingError(
+        raise ConfigError(
             f"a scaler's state is the dict that scaler.{written_by} returned, not {state!r:.80}"
         )
 
 
 def _value(state: Mapping[str, Any], name: str) -> Any:
     if name not in state:
-        raise SettingError(
+        raise ConfigError(
             f"the scaler state has no {name!r}, only {sorted(map(str, state))}; it should be what "
             "scaler.state_dict() returned"
         )
@@ -134,18 +134,18 @@ def _value(state: Mapping[str, Any], name: str) -> Any:
 def _count(state: Mapping[str, Any], name: str) -> int:
     value = _value(state, name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_COUNT:
-        raise SettingError(
+        raise ConfigError(
             f"the scaler state's {name} must be an integer from 0 to {_LARGEST_COUNT}, not "
             f"{value!r}"
         )
     return value
 
 
-def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]:
+def _from_apex(state: Mapping[str, Any], current: LossScale) -> Mapping[str, Any]:
     """Return torch's keys for what ``apex.amp.state_dict()`` or one of its loss scalers holds."""
     scalers = [name for name in state if str(name).startswith("loss_scaler")]
     if len(scalers) > 1:
-        raise SettingError(
+        raise ConfigError(
             f"the state holds {len(scalers)} of Apex's loss scalers ({', '.join(scalers)}) and "
             f"this is one scaler; load one of them, for example state[{scalers[0]!r}]"
         )
@@ -157,13 +157,13 @@ def _from_apex(state: Mapping[str, Any], current: Schedule) -> Mapping[str, Any]
     return {**kept, "scale": apex["loss_scale"], "_growth_tracker": apex["unskipped"]}
 
 
-def _scale(state: Mapping[str, Any], schedule: Schedule) -> float:
+def _scale(state: Mapping[str, Any], schedule: LossScale) -> float:
     value = _value(state, "scale")
     if not isinstance(value, (int, float, Tensor)):
-        raise SettingError(f"the scaler state's scale must be a number, not {value!r}")
+        raise ConfigError(f"the scaler state's scale must be a number, not {value!r}")
     scale = float(value)
     if not math.isfinite(scale) or scale <= 0:
-        raise SettingError(
+        raise ConfigError(
             f"the scaler state has loss scale {scale}, with which no step can be taken. Load it "
             "with another 'scale', such as 65536.0"
         )

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
 from distamp.callers import stacklevel_of_caller
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.gradients import carry_over
 from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
@@ -29,7 +29,7 @@ from distamp.optimizers import innermost
 from distamp.scaler import settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_state, written_schedule
 from distamp.scaler.outputs import map_tensors
-from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, ScaleState, Schedule
+from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale, ScaleState
 from distamp.scaler.settings import Settings
 from distamp.sources import source_of
 
@@ -41,7 +41,7 @@ def _of_the_schedule(name: str) -> Any:
 
     def change(self: DistGradScaler, value: float) -> None:
         own = self._distamp
-        schedule = own.settings.schedule.replaced(**{name: value})
+        schedule = own.settings.schedule.replace(**{name: value})
         own.settings = replace(own.settings, schedule=schedule)
 
     return property(lambda self: getattr(self._distamp.settings.schedule, name), change)
@@ -98,14 +98,14 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             raises. ``"inplace"`` unscales them in place, as ShardedGradScaler does; values below
             6e-8 times the scale become zero. ``"master"`` unscales them in float32, into the
             optimizer's `MasterParameters`.
-        max_consecutive_skips: Raise `LossScaleCollapse` at this many skipped steps of one optimizer
-            in a row.
-        named_parameters: ``model.named_parameters()``, for names in `overflow_report` and in the
+        max_consecutive_skips: Raise `LossScaleCollapseError` at this many skipped steps of one
+            optimizer in a row.
+        named_parameters: ``model.named_parameters()``, for names in `nonfinite_report` and in the
             log of skipped steps; add ``model.named_buffers()``, and that log names those which are
             not finite. They are held: give those of the wrapped model, for FSDP2 replaces them.
 
     Raises:
-        SettingError: A setting is outside its range (a ValueError, and an AssertionError as in
+        ConfigError: A setting is outside its range (a ValueError, and an AssertionError as in
             torch).
         TypeError: ``device`` or ``process_group`` has another type.
 
@@ -137,7 +137,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         process_group: GroupLike = None,
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
-        schedule: Schedule | None = None,
+        schedule: LossScale | None = None,
         fp16_grads: Literal["error", "inplace", "master"] = "error",
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
@@ -151,7 +151,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
                 f"DistGradScaler is enabled, but {self._device} is not available.  Disabling.",
                 stacklevel=stacklevel_of_caller(),
             )
-        given, scale, names = Settings(DynamicSchedule()), 1.0, names_of(None)
+        given, scale, names = Settings(DynamicLossScale()), 1.0, names_of(None)
         if self._enabled:  # what is off need not be right, as in torch
             rule = settings.schedule_of(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
@@ -265,8 +265,8 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             new_scale: The new scale: a float, an int, or a tensor of one element.
 
         Raises:
-            StageError: No optimizer was checked since the last ``update``.
-            SettingError: ``new_scale`` is outside ``[min_scale, max_scale]`` or not one number.
+            CallOrderError: No optimizer was checked since the last ``update``.
+            ConfigError: ``new_scale`` is outside ``[min_scale, max_scale]`` or not one number.
         """
         if not self._enabled:
             return
@@ -375,7 +375,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         # first message says whether any rank called scale().
         if self._group(torch.device(self._device)) is not None:
             return self._tensors()
-        raise StageError(
+        raise CallOrderError(
             f"Attempted {funcname} but _scale is None.  This may indicate your script did not "
             "use scaler.scale(loss or outputs) earlier in the iteration."
         )
@@ -404,14 +404,14 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         disabled scaler loads nothing, as in torch.
 
         Raises:
-            StageError: The dict is empty (torch raises RuntimeError).
-            SettingError: A value is outside its range; nothing is changed then.
+            CallOrderError: The dict is empty (torch raises RuntimeError).
+            ConfigError: A value is outside its range; nothing is changed then.
         """
         if self._enabled:
             self._load(read_state(state_dict, self._distamp.settings.schedule))
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> LossScale:
         """How the loss scale moves."""
         return self._distamp.settings.schedule
 
@@ -432,7 +432,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         own = self._distamp
         if self._per_optimizer_states:
-            raise StageError(
+            raise CallOrderError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )

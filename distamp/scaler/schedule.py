@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 
-__all__ = ["DynamicSchedule", "HysteresisSchedule", "ScaleState", "Schedule", "StaticSchedule"]
+__all__ = ["DynamicLossScale", "HysteresisLossScale", "LossScale", "ScaleState", "StaticLossScale"]
 
 MIN_SCALE = 2.0**-24
 MAX_SCALE = 2.0**127
@@ -44,7 +44,7 @@ class ScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LossScale:
     """Settings that every schedule has, and the rule that moves the scale.
 
     Args:
@@ -55,7 +55,7 @@ class Schedule:
         max_scale: The scale never rises above this; finite.
 
     Raises:
-        SettingError: A setting is outside its range.
+        ConfigError: A setting is outside its range.
     """
 
     kind: ClassVar[str] = ""
@@ -71,20 +71,20 @@ class Schedule:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         interval: object = self.growth_interval
         if isinstance(interval, bool) or not isinstance(interval, Integral):
-            raise SettingError(f"growth_interval must be an integer >= 1, not {interval!r}")
+            raise ConfigError(f"growth_interval must be an integer >= 1, not {interval!r}")
         if not 1 <= int(interval) < 2**63:
-            raise SettingError(
+            raise ConfigError(
                 f"growth_interval must be an integer >= 1 and < 2**63, not {interval}"
             )
         object.__setattr__(self, "growth_interval", int(interval))
         if not self.growth_factor > 1.0:
-            raise SettingError(f"The growth factor must be > 1.0, not {self.growth_factor}")
+            raise ConfigError(f"The growth factor must be > 1.0, not {self.growth_factor}")
         if not 0.0 < self.backoff_factor < 1.0:
-            raise SettingError(
+            raise ConfigError(
                 f"The backoff factor must be < 1.0 and > 0.0, not {self.backoff_factor}"
             )
         if not 0.0 < self.min_scale <= self.max_scale <= torch.finfo(torch.float32).max:
-            raise SettingError(
+            raise ConfigError(
                 "min_scale and max_scale must satisfy 0 < min_scale <= max_scale <= 3.4e38, "
                 f"not {self.min_scale} and {self.max_scale}"
             )
@@ -118,13 +118,13 @@ class Schedule:
         """Return ``scale`` as a float if it is a number within the bounds, else raise."""
         value = _number(name, scale)
         if not self.min_scale <= value <= self.max_scale:
-            raise SettingError(
+            raise ConfigError(
                 f"{name} must be between min_scale={self.min_scale} and "
                 f"max_scale={self.max_scale}, not {value}"
             )
         return value
 
-    def replaced(self, **settings: Any) -> Self:
+    def replace(self, **settings: Any) -> Self:
         """Return a copy with some settings changed, validated as a whole."""
         return replace(self, **settings)
 
@@ -136,7 +136,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class DynamicSchedule(Schedule):
+class DynamicLossScale(LossScale):
     """torch.amp.GradScaler's rule, kept within ``[min_scale, max_scale]``.
 
     An overflow multiplies the scale by ``backoff_factor``; exactly the ``growth_interval``-th clean
@@ -146,13 +146,13 @@ class DynamicSchedule(Schedule):
     kind: ClassVar[str] = "dynamic"
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """See `Schedule.next_state`; torch's own kernel computes it."""
+        """See `LossScale.next_state`; torch's own kernel computes it."""
         scale, tracker = state.scale.clone(), state.growth_tracker.clone()
         moved = ScaleState(scale, tracker, state.hysteresis_tracker)
         return self.advance_(moved, found_inf)
 
     def advance_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """See `Schedule.advance_`; torch's own kernel works in place."""
+        """See `LossScale.advance_`; torch's own kernel works in place."""
         torch._amp_update_scale_(
             state.scale,
             state.growth_tracker,
@@ -169,7 +169,7 @@ class DynamicSchedule(Schedule):
 
 
 @dataclass(frozen=True)
-class HysteresisSchedule(Schedule):
+class HysteresisLossScale(LossScale):
     """A dynamic schedule that forgives overflows before it backs off.
 
     Args:
@@ -189,9 +189,9 @@ class HysteresisSchedule(Schedule):
         super().__post_init__()
         value = self.hysteresis
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise SettingError(f"hysteresis must be an integer >= 1 and < 2**31, not {value!r}")
+            raise ConfigError(f"hysteresis must be an integer >= 1 and < 2**31, not {value!r}")
         if not isinstance(self.consecutive, bool):
-            raise SettingError(f"consecutive must be True or False, not {self.consecutive!r:.80}")
+            raise ConfigError(f"consecutive must be True or False, not {self.consecutive!r:.80}")
 
     @property
     def initial_hysteresis(self) -> int:
@@ -199,7 +199,7 @@ class HysteresisSchedule(Schedule):
         return self.hysteresis
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """See `Schedule.next_state`."""
+        """See `LossScale.next_state`."""
         found = found_inf > 0
         scale, tracker = state.scale.clone(), state.growth_tracker.clone()
         torch._amp_update_scale_(
@@ -218,22 +218,22 @@ class HysteresisSchedule(Schedule):
 
 
 @dataclass(frozen=True)
-class StaticSchedule(Schedule):
+class StaticLossScale(LossScale):
     """The scale never moves; overflowing steps are still skipped (Apex's ``loss_scale=128.0``)."""
 
     kind: ClassVar[str] = "static"
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """See `Schedule.next_state`."""
+        """See `LossScale.next_state`."""
         return state
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    schedule.kind: schedule for schedule in (DynamicSchedule, HysteresisSchedule, StaticSchedule)
+LOSS_SCALES: dict[str, type[LossScale]] = {
+    schedule.kind: schedule for schedule in (DynamicLossScale, HysteresisLossScale, StaticLossScale)
 }
 
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise SettingError(f"{name} must be a finite number, not {value!r}")
+        raise ConfigError(f"{name} must be a finite number, not {value!r}")
     return float(value)

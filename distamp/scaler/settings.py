@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.guard.kernels import refuse_mps
 from distamp.guard.steps import checked_limit
-from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicSchedule, Schedule
+from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
 from distamp.sources import GradientSource
 
 __all__ = ["Settings", "one_number", "resolve_device", "schedule_of"]
@@ -26,7 +26,7 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     Raises:
         TypeError: Something that is no device: a number, a list.
         ValueError: torch knows no such device.
-        SettingError: It is MPS.
+        ConfigError: It is MPS.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -51,21 +51,21 @@ def schedule_of(
     growth_interval: int,
     min_scale: float,
     max_scale: float,
-    schedule: Schedule | None,
-) -> Schedule:
+    schedule: LossScale | None,
+) -> LossScale:
     """Return the schedule that a scaler's settings ask for.
 
     Raises:
         TypeError: ``schedule`` is none.
-        SettingError: A setting is outside its range, or belongs to the schedule that is given.
+        ConfigError: A setting is outside its range, or belongs to the schedule that is given.
     """
     settings = (growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
     if schedule is None:
-        return DynamicSchedule(*settings)
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule must be a Schedule, not {type(schedule).__name__}")
+        return DynamicLossScale(*settings)
+    if not isinstance(schedule, LossScale):
+        raise TypeError(f"schedule must be a LossScale, not {type(schedule).__name__}")
     if settings != (2.0, 0.5, 2000, MIN_SCALE, MAX_SCALE):
-        raise SettingError(
+        raise ConfigError(
             "growth_factor, backoff_factor, growth_interval, min_scale and max_scale belong to "
             "the schedule when one is given; set them there"
         )
@@ -77,7 +77,7 @@ def one_number(value: float | Tensor) -> float:
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1 or value.requires_grad:
-        raise SettingError(
+        raise ConfigError(
             "new_scale should be a float or a 1-element tensor with requires_grad=False, not a "
             f"tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
         )
@@ -94,17 +94,17 @@ class Settings:
         max_consecutive_skips: The limit on skipped steps in a row.
 
     Raises:
-        SettingError: ``fp16_grads`` or ``max_consecutive_skips`` is none of what is allowed.
+        ConfigError: ``fp16_grads`` or ``max_consecutive_skips`` is none of what is allowed.
     """
 
-    schedule: Schedule
+    schedule: LossScale
     fp16_grads: str = "error"
     max_consecutive_skips: int | None = None
 
     def __post_init__(self) -> None:
         checked_limit(self.max_consecutive_skips)
         if self.fp16_grads not in _FP16_GRADS:
-            raise SettingError(f"fp16_grads must be one of {_FP16_GRADS}, not {self.fp16_grads!r}")
+            raise ConfigError(f"fp16_grads must be one of {_FP16_GRADS}, not {self.fp16_grads!r}")
 
     @functools.cached_property
     def text(self) -> str:
@@ -115,20 +115,20 @@ class Settings:
         """Refuse masters that the scaler does not know of, and the other way round.
 
         Raises:
-            SettingError: The optimizer has masters and the settings do not say so, or has float16
+            ConfigError: The optimizer has masters and the settings do not say so, or has float16
                 parameters without masters although they do.
         """
         if source.casts == (self.fp16_grads == "master"):
             return
         name = type(optimizer).__name__
         if source.casts:
-            raise SettingError(
+            raise ConfigError(
                 f"{name} has master parameters and the scaler has fp16_grads="
                 f"{self.fp16_grads!r}: make it with fp16_grads='master', which unscales on the way "
                 "to them"
             )
         if any(p.dtype is torch.float16 for p in source.parameters()):
-            raise SettingError(
+            raise ConfigError(
                 f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
                 "MasterParameters(optimizer) before the first step"
             )

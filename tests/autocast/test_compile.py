@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists, propagate
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -142,5 +142,5 @@ def test_what_a_function_contains_follows_the_lists(name, whole):
 
 
 def test_an_export_that_would_drop_the_lists_of_a_region_is_refused():
-    with pytest.raises(SettingError, match="no place for op lists"):
+    with pytest.raises(ConfigError, match="no place for op lists"):
         torch.export.export(Regions(autocast, ops=LISTS), (X,))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config
 
-from distamp import AutocastState, autocast, initialize, pin_precision, propagate
+from distamp import AutocastState, autocast, initialize, propagate, set_module_precision
 from distamp.autocast import OpLists
 from tests.initialize.cells import wrapped
 from tests.on_ranks import on_ranks
@@ -43,9 +43,9 @@ class Inner(nn.Module):
 
 #: The dtype of the region around, and a module that computes in another one inside it.
 MODULES: dict[str, tuple[torch.dtype, Callable[[], nn.Module]]] = {
-    "fp32 pin in bf16": (BF16, lambda: pin_precision(nn.Linear(4, 4), "fp32")),
-    "fp32 pin in fp16": (FP16, lambda: pin_precision(nn.Linear(4, 4), "fp32")),
-    "bf16 pin in fp16": (FP16, lambda: pin_precision(nn.Linear(4, 4), "bf16")),
+    "fp32 pin in bf16": (BF16, lambda: set_module_precision(nn.Linear(4, 4), "fp32")),
+    "fp32 pin in fp16": (FP16, lambda: set_module_precision(nn.Linear(4, 4), "fp32")),
+    "bf16 pin in fp16": (FP16, lambda: set_module_precision(nn.Linear(4, 4), "bf16")),
     "region off in bf16": (BF16, lambda: Inner(enabled=False)),
     "region off in fp16": (FP16, lambda: Inner(enabled=False)),
     "bf16 region in fp16": (FP16, lambda: Inner(BF16)),
@@ -109,7 +109,7 @@ def test_a_compiled_backward_is_the_eager_one(name, way, backend):
 
 def test_a_pinned_head_has_the_gradient_of_float64():
     """The head alone is in float32, so its gradient must have float32's error and no more."""
-    head = pin_precision(nn.Linear(4, 1), "fp32")
+    head = set_module_precision(nn.Linear(4, 1), "fp32")
     exact = nn.Linear(4, 1).double()
     exact.load_state_dict(head.state_dict())
     head.compile(backend="aot_eager")
@@ -279,8 +279,14 @@ def warned(head: nn.Module, region: AbstractContextManager[Any], calls: int = 2)
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (lambda: pin_precision(nn.Linear(4, 4), "fp32"), r"Linear 'head', .* torch\.float32"),
-        (lambda: pin_precision(nn.Linear(4, 4), "fp16"), r"Linear 'head', .* torch\.float16"),
+        (
+            lambda: set_module_precision(nn.Linear(4, 4), "fp32"),
+            r"Linear 'head', .* torch\.float32",
+        ),
+        (
+            lambda: set_module_precision(nn.Linear(4, 4), "fp16"),
+            r"Linear 'head', .* torch\.float16",
+        ),
         (lambda: Inner(enabled=False), r"autocast\(enabled=False\) in the module 'head'"),
         (lambda: Inner(FP16), r"autocast\('cpu', torch\.float16\) in the module 'head'"),
     ],
@@ -295,17 +301,17 @@ def test_a_region_of_torchs_own_class_warns_once_and_names_the_module(head, says
 @pytest.mark.usefixtures("none_warned")
 def test_there_is_no_warning_where_the_precision_is_right():
     with torch.no_grad():
-        assert warned(pin_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
+        assert warned(set_module_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
     with config.patch(backward_pass_autocast="off"):
-        assert warned(pin_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
-    assert warned(pin_precision(nn.Linear(4, 4), "bf16"), torch.autocast("cpu"), 1) == []
+        assert warned(set_module_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
+    assert warned(set_module_precision(nn.Linear(4, 4), "bf16"), torch.autocast("cpu"), 1) == []
     for region in (autocast("cpu"), autocast("cpu", enabled=False)):
-        assert warned(pin_precision(nn.Linear(4, 4), "fp32"), region, 1) == []
+        assert warned(set_module_precision(nn.Linear(4, 4), "fp32"), region, 1) == []
 
 
 @pytest.mark.usefixtures("none_warned")
 def test_a_torch_without_the_setting_warns_in_every_region(monkeypatch):
     monkeypatch.setattr(compiled_backward, "_NAME", "a_setting_torch_has_not")
-    (message,) = warned(pin_precision(nn.Linear(4, 4), "fp32"), autocast("cpu"))
+    (message,) = warned(set_module_precision(nn.Linear(4, 4), "fp32"), autocast("cpu"))
     assert f"torch {torch.__version__} has no setting for that" in message
     assert "Linear 'head'" in message

@@ -12,9 +12,9 @@ from distamp import (
     OpLists,
     autocast,
     checkpoint,
-    checkpoint_contexts,
+    checkpoint_context_fn,
 )
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -44,7 +44,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "not reentrant": lambda model, x: checkpoint(model, x, use_reentrant=False),
     "nested": lambda model, x: checkpoint(WAYS["not reentrant"], model, x, use_reentrant=False),
     "torch's with our contexts": lambda model, x: torchs.checkpoint(
-        model, x, use_reentrant=False, context_fn=checkpoint_contexts
+        model, x, use_reentrant=False, context_fn=checkpoint_context_fn
     ),
     "a region inside": region_inside,
     "a region inside a reentrant one": lambda model, x: region_inside(model, x, True),
@@ -84,7 +84,7 @@ def test_a_graph_with_our_contexts_can_be_gone_through_again():
 def test_a_reentrant_one_of_torchs_that_would_recompute_without_the_lists_is_refused(around):
     model, x = block(), X.clone().requires_grad_()
     with autocast("cpu", ops=LISTS):
-        with pytest.raises(SettingError, match=r"call distamp\.checkpoint"):
+        with pytest.raises(ConfigError, match=r"call distamp\.checkpoint"):
             torchs.checkpoint(around(model), x, use_reentrant=True)
         with torch.no_grad():
             assert model(x).dtype is FP32

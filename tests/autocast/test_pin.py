@@ -1,4 +1,4 @@
-"""pin_precision: one module in a precision of its own."""
+"""set_module_precision: one module in a precision of its own."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
-from distamp import AutocastState, autocast, pin_precision
+from distamp import AutocastState, autocast, set_module_precision
 from tests.autocast.counting import Calls
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -25,7 +25,7 @@ def pinned(*dtypes: Any) -> nn.Sequential:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for dtype in dtypes:
-        pin_precision(net[1], dtype)
+        set_module_precision(net[1], dtype)
     return net
 
 
@@ -52,11 +52,11 @@ def test_a_pin_is_a_region_and_a_cast_to_the_bit():
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", FP16), ("bf16", BF16), (FP16, FP16)])
 def test_a_half_precision_holds_wherever_the_module_is_called(name, dtype):
-    layer = pin_precision(nn.Linear(4, 4), name)
+    layer = set_module_precision(nn.Linear(4, 4), name)
     assert layer(X).dtype is dtype
     with autocast("cpu", enabled=False):
         assert layer(X).dtype is dtype
-    assert pin_precision(layer, None)(X).dtype is FP32
+    assert set_module_precision(layer, None)(X).dtype is FP32
 
 
 def test_a_pin_holds_for_the_modules_inside_and_none_undoes_all():
@@ -64,10 +64,10 @@ def test_a_pin_holds_for_the_modules_inside_and_none_undoes_all():
     for layer in net[0]:
         layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     for dtype in ("fp32", "fp16", "fp32"):
-        pin_precision(net[0], dtype)
+        set_module_precision(net[0], dtype)
     assert (dtypes(net), seen) == ([FP32, BF16], [FP32] * 3)
     for _ in range(2):
-        pin_precision(net[0], None)
+        set_module_precision(net[0], None)
         assert (dtypes(net), type(net[0])) == ([BF16, BF16], nn.Sequential)
 
 
@@ -91,14 +91,14 @@ def test_copies_keep_the_pin_and_their_own_weights(copied):
 
 
 def test_integer_and_float64_inputs_are_handed_on():
-    module = pin_precision(Calls(lambda *tensors: [each.dtype for each in tensors]), "fp32")
+    module = set_module_precision(Calls(lambda *tensors: [each.dtype for each in tensors]), "fp32")
     given = X.bfloat16(), torch.arange(2), X.double(), X.half()
     assert module(*given) == [FP32, torch.int64, torch.float64, FP32]
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region(dtype):
-    layer, norm = nn.Linear(4, 4).to(dtype), pin_precision(nn.LayerNorm(4), "fp32")
+    layer, norm = nn.Linear(4, 4).to(dtype), set_module_precision(nn.LayerNorm(4), "fp32")
     with torch.no_grad():
         norm.weight += 1e-5  # what the model's dtype cannot hold
         x = layer(X.to(dtype))
@@ -107,8 +107,8 @@ def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region
         assert (layer(norm(x)).dtype, norm(X).dtype) == (dtype, FP32)
         with autocast("cpu", dtype):
             assert norm(x).dtype is FP32
-        assert torch.equal(pin_precision(norm, "fp32:keep")(x), wanted)
-        table = pin_precision(nn.Embedding(4, 4), "fp32", model_dtype=dtype)
+        assert torch.equal(set_module_precision(norm, "fp32:keep_output")(x), wanted)
+        table = set_module_precision(nn.Embedding(4, 4), "fp32", model_dtype=dtype)
         assert table(torch.arange(2)).dtype is dtype
 
 
@@ -139,13 +139,13 @@ CALLS: dict[str, tuple[Callable[[nn.Module], Tensor], torch.dtype]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_half_precision_among_the_inputs_is_that_of_the_output(name, compiled):
     call, dtype = CALLS[name]
-    block = pin_precision(Block(), "fp32")
+    block = set_module_precision(Block(), "fp32")
     if compiled:
         block.compile(backend="aot_eager")
     assert call(block).dtype is dtype
     with autocast("cpu"):
         assert call(block).dtype is FP32
-    assert call(pin_precision(block, "fp32:keep")).dtype is FP32
+    assert call(set_module_precision(block, "fp32:keep_output")).dtype is FP32
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_the_model_around_and_then_the_weights_decide_where_inputs_do_not(
 ):
     block = Block()
     block.weight = nn.Parameter(torch.ones(2, dtype=BF16))
-    pin_precision(block, "fp32", model_dtype=model_dtype)
+    set_module_precision(block, "fp32", model_dtype=model_dtype)
     assert block(*inputs).dtype is dtype
 
 
 def test_a_half_precision_pin_casts_back_to_the_other_half_precision():
-    product = pin_precision(Calls(lambda x, y: torch.mm(x, y.T)), "bf16")
+    product = set_module_precision(Calls(lambda x, y: torch.mm(x, y.T)), "bf16")
     assert product(X, X.half()).dtype is FP16
     assert product(X.bfloat16(), X.half()).dtype is FP16
     assert product(X, X.bfloat16()).dtype is BF16
@@ -177,7 +177,10 @@ def test_a_half_precision_pin_casts_back_to_the_other_half_precision():
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_half_precision_weights_of_a_module_in_fp32_are_taken_in_fp32(dtype):
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).to(dtype)
-    head, plain = pin_precision(copy.deepcopy(net), "fp32:keep"), copy.deepcopy(net).float()
+    head, plain = (
+        set_module_precision(copy.deepcopy(net), "fp32:keep_output"),
+        copy.deepcopy(net).float(),
+    )
     found, wanted = head(X.to(dtype)), plain(X.to(dtype).float())
     assert torch.equal(found, wanted)
     found.square().sum().backward()
@@ -209,16 +212,16 @@ OVER: dict[str, Any] = {
 @pytest.mark.parametrize("first", [True, False])
 def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
     module = nn.Linear(4, 4)
-    steps = [lambda: pin_precision(module, "fp32"), lambda: OVER[over](module)]
+    steps = [lambda: set_module_precision(module, "fp32"), lambda: OVER[over](module)]
     for step in steps if first else steps[::-1]:
         step()
     kinds, hooks = type(module).__mro__, dict(module._forward_hooks)
     for each in (module, copy.deepcopy(module)):
         with autocast("cpu"):
             assert each(X).dtype is FP32
-            assert pin_precision(each, None)(X).dtype is BF16
-            assert pin_precision(each, "fp32")(X).dtype is FP32
-            pin_precision(each, None)
+            assert set_module_precision(each, None)(X).dtype is BF16
+            assert set_module_precision(each, "fp32")(X).dtype is FP32
+            set_module_precision(each, None)
     stays = (isinstance(module, Mark), hasattr(module, "parametrizations"))
     assert stays == (over == "a class", over == "a parametrization")
     assert dict(module._forward_hooks) == hooks
@@ -245,12 +248,12 @@ def test_mistakes_are_named():
     ]
     for module, dtype, error, says in wrong:
         with pytest.raises(error, match=says):
-            pin_precision(module, dtype)
+            set_module_precision(module, dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_pin_holds_on_the_devices_of_all_its_inputs():
-    module = pin_precision(Calls(lambda lengths, x: x @ x), "fp32")
+    module = set_module_precision(Calls(lambda lengths, x: x @ x), "fp32")
     # Fake, as a CPU stands beside no other device here.
     state = replace(AutocastState.capture(), devices=(("cuda", True, BF16),))
     with FakeTensorMode(), state.apply():

@@ -280,7 +280,7 @@ def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved():
         with pytest.raises(ValueError, match=r"load what hook\.state_dict\(\) returned"):
             state.load_state_dict(wrong)
     model, _ = wrapped(mlp(*LARGE), None)
-    nameless = comm_hooks.CommHookState("int8")
+    nameless = comm_hooks.CommHook("int8")
     model.register_comm_hook(nameless, comm_hooks.fp16_compress_hook)
     model(inputs(0, LARGE[0])).sum().backward()
     with pytest.raises(RuntimeError, match=r"call state\.name_parameters"):

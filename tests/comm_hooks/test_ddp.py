@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import WIRE_FORMATS, formats
+from distamp.comm_hooks import COMM_FORMATS, formats
 from tests.comm_hooks.training import (
     BOUNDS,
     WIDTHS,
@@ -37,7 +37,7 @@ from tests.on_ranks import on_ranks
 
 
 @on_ranks("size")
-@pytest.mark.parametrize("wire", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire", list(COMM_FORMATS))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_are_those_of_plain_ddp(size, wire):
     assert max(errors(mlp(*WIDTHS), wire, WIDTHS[0])) <= BOUNDS[wire]
@@ -116,7 +116,7 @@ def _beside(hook: Any, state: Any, dtype: torch.dtype = torch.float32) -> float:
 @pytest.mark.parametrize("state", ["none", "group", "own"])
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_hooks_of_torchs_names_take_what_torchs_take(name, state):
-    given = {"none": None, "group": dist.group.WORLD, "own": comm_hooks.CommHookState(name)}[state]
+    given = {"none": None, "group": dist.group.WORLD, "own": comm_hooks.CommHook(name)}[state]
     assert 0 < _beside(getattr(comm_hooks, f"{name}_compress_hook"), given) <= BOUNDS[name]
 
 
@@ -146,7 +146,7 @@ def test_their_signatures_are_torchs_and_they_can_be_pickled(wire, kind):
     ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
 )
 def test_gradients_of_two_bytes_are_sent_in_two_bytes(dtype, bound):
-    own = comm_hooks.CommHookState("fp16")
+    own = comm_hooks.CommHook("fp16")
     assert _beside(comm_hooks.fp16_compress_hook, own, dtype) <= bound
     (why,) = own.stats().fallbacks
     assert why == f"gradients reduced as they are: {str(dtype)[6:]} is no wider than fp16"

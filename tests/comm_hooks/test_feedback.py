@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard, comm_hooks
-from distamp.comm_hooks import WIRE_FORMATS, CommHookState, formats
+from distamp.comm_hooks import COMM_FORMATS, CommHook, formats
 from distamp.comm_hooks.feedback import Residual
 from distamp.comm_hooks.formats import BLOCK, Places, Source
 from tests.comm_hooks.training import relative
@@ -28,7 +28,7 @@ class Store:
     """A hook's residuals of two buckets, whose exchanges this test runs by hand."""
 
     def __init__(self) -> None:
-        self.hook = CommHookState("int8")
+        self.hook = CommHook("int8")
         self.buckets = {name: nn.Parameter(torch.zeros(NUMEL)) for name in "ab"}
         self._draw = torch.Generator().manual_seed(0)
 
@@ -43,7 +43,7 @@ class Store:
 
     def exchange(self, name: str, gradient: Tensor) -> Tensor:
         """Return what the other ranks receive of a gradient."""
-        wire, cpu = WIRE_FORMATS["int8"], torch.device("cpu")
+        wire, cpu = COMM_FORMATS["int8"], torch.device("cpu")
         (feedback,) = self.hook.feedback("1x2, shards", [self.buckets[name]], [NUMEL], cpu)
         places = Places(NUMEL, [(0, 0, NUMEL)])
         source = Source(gradient, gradient.view(1, -1)[:0], places, own=1, inverse=1.0)

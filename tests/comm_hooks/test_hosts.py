@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from distamp.comm_hooks.hosts import Row, hosts_of
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 from tests.comm_hooks.training import BOUNDS, WIDTHS, gradients, inputs, mlp, relative
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh, subgroup
@@ -112,7 +112,7 @@ def test_shards_go_to_their_ranks_in_whichever_order_these_are_on_hosts(hosts):
 @on_ranks(4)
 @pytest.mark.parametrize("dropped_in", [False, True])
 def test_uneven_hosts_say_that_the_hook_is_left_off(dropped_in):
-    wire = comm_hooks.CommHookState("fp16") if dropped_in else "fp16"
+    wire = comm_hooks.CommHook("fp16") if dropped_in else "fp16"
     error, stats = _error("aaab", {}, wire)
     assert error < 1e-6
     assert stats.total_bytes == 0
@@ -145,5 +145,5 @@ def test_pipeline_stages_register_at_different_times():
 )
 def test_hosts_that_cannot_be_are_refused_on_every_rank(given, match):
     model = DistributedDataParallel(nn.Linear(3, 3))
-    with pytest.raises((ValueError, LockstepError), match=match):
+    with pytest.raises((ValueError, RankMismatchError), match=match):
         comm_hooks.register(model, "fp16", ranks_per_host=given[dist.get_rank()])

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import WIRE_FORMATS, WireFormat
-from distamp.errors import LockstepError
+from distamp.comm_hooks import COMM_FORMATS, CommFormat
+from distamp.errors import RankMismatchError
 from tests.comm_hooks.training import (
     BOUNDS,
     WIDTHS,
@@ -131,22 +131,22 @@ def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(opt
 @pytest.mark.parametrize(
     "wire",
     [
-        WireFormat("fp8", torch.float8_e4m3fn, 448),
-        WireFormat("int16", torch.int16, 32767),
-        WireFormat("int8", torch.int8, 63),
+        CommFormat("fp8", torch.float8_e4m3fn, 448),
+        CommFormat("int16", torch.int16, 32767),
+        CommFormat("int8", torch.int8, 63),
     ],
     ids=["a new name", "another new name", "another meaning of a name"],
 )
 def test_a_format_of_the_users_own_is_refused(wire):
-    with pytest.raises(ValueError, match=r"is not one of WIRE_FORMATS.*: fp16, bf16, int8"):
-        comm_hooks.CommHookState(wire)
+    with pytest.raises(ValueError, match=r"is not one of COMM_FORMATS.*: fp16, bf16, int8"):
+        comm_hooks.CommHook(wire)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wire", WIRE_FORMATS.values(), ids=list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire", COMM_FORMATS.values(), ids=list(COMM_FORMATS))
 def test_a_format_of_the_table_is_taken_for_its_name(wire):
     model = DistributedDataParallel(mlp(*WIDTHS))
-    with comm_hooks.CommHookState(wire) as hook:
+    with comm_hooks.CommHook(wire) as hook:
         model.register_comm_hook(hook, comm_hooks.fp16_compress_hook)
         model(inputs(0, WIDTHS[0])).sum().backward()
         assert list(hook.stats().bytes_sent) == [wire.name]
@@ -198,7 +198,7 @@ def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_wa
 ):
     model, options = spread(wrapper)
     odd = dist.get_rank() == 2
-    error, says = LockstepError, rf"(?s)the ranks register different hooks{says}"
+    error, says = RankMismatchError, rf"(?s)the ranks register different hooks{says}"
     if other == "fp61" and odd:
         error, says = ValueError, "unknown wire format 'fp61'"
     with pytest.raises(error, match=says):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import WIRE_FORMATS, HookStats
+from distamp.comm_hooks import COMM_FORMATS, HookStats
 from distamp.comm_hooks.plans import bucket_plan, shard_plan
 from tests.on_ranks import on_ranks
 
@@ -55,7 +55,7 @@ def test_bytes_are_counted_beside_those_of_a_ring(ranks_per_host, share):
 
 # -- plans: never more bytes than gradients are, and far fewer where there are many ----------------
 
-by_name = pytest.mark.parametrize("wire", list(WIRE_FORMATS.values()), ids=lambda each: each.name)
+by_name = pytest.mark.parametrize("wire", list(COMM_FORMATS.values()), ids=lambda each: each.name)
 RANKS = [(wide, here) for wide in (2, 3, 16, 128, 1024) for here in (1, 2, 8)]
 
 

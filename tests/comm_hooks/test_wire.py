@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from distamp.comm_hooks import WIRE_FORMATS, WireFormat, formats
+from distamp.comm_hooks import COMM_FORMATS, CommFormat, formats
 from distamp.comm_hooks.formats import Places, Source
 from tests.comm_hooks.training import heavy_tailed
 
-FORMATS = list(WIRE_FORMATS.values())
+FORMATS = list(COMM_FORMATS.values())
 FP32_MAX = torch.finfo(torch.float32).max
 LEAST_UNIT = 2.0**-126
 # Half a unit in the last place, of an element or (int8) of the largest of its block.
@@ -24,20 +24,20 @@ def places(numel: int) -> Places:
     return Places(-(-numel // 256) * 256, [(0, 0, numel)])
 
 
-def written(wire: WireFormat, values: Tensor, where: Places, divisor: float = 1.0) -> Tensor:
+def written(wire: CommFormat, values: Tensor, where: Places, divisor: float = 1.0) -> Tensor:
     out = torch.zeros(1, wire.row_bytes(where.numel), dtype=torch.uint8)
     formats.encode(wire, Source(values, values.view(1, -1)[:0], where, 1, 1 / divisor), out)
     return out
 
 
-def read(wire: WireFormat, values: Tensor, divisor: float = 1.0) -> Tensor:
+def read(wire: CommFormat, values: Tensor, divisor: float = 1.0) -> Tensor:
     where = places(values.numel())
     found = torch.empty(values.numel())
     formats.decode(wire, written(wire, values, where, divisor), where, found)
     return found
 
 
-def allowed(wire: WireFormat, exact: Tensor) -> Tensor:
+def allowed(wire: CommFormat, exact: Tensor) -> Tensor:
     """How far from float64 values each element may read back."""
     rows = torch.nn.functional.pad(exact.abs(), (0, -exact.numel() % 256)).view(-1, 256)
     amax = rows.amax(1, keepdim=True)

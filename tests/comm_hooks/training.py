@@ -171,7 +171,7 @@ def random_layout(seed: int, size: int) -> tuple[nn.Module, int, str, dict[str, 
     count = 2 * len(widths) - 2
     hosts = [each for each in range(1, size + 1) if size % each == 0]
     cap = draw.choice([1e-4, 1e-3, 0.01, 0.05, 25])
-    wire = draw.choice(list(comm_hooks.WIRE_FORMATS))
+    wire = draw.choice(list(comm_hooks.COMM_FORMATS))
     settings = {
         "find_unused_parameters": draw.random() < 0.3,
         "static_graph": draw.random() < 0.3,

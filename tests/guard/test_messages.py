@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import LockstepError, StageError
+from distamp.errors import CallOrderError, RankMismatchError
 from distamp.groups import Group, reach
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, sgd
@@ -22,7 +22,7 @@ def test_a_repr_has_the_scale_the_ranks_and_the_steps_that_the_host_knows():
     assert repr(cpu_scaler(enabled=False)) == "<DistGradScaler, disabled>"
     for made in (guard, scaler):
         for gradient in (1.0, INF, 50.0):
-            iteration(made, optimizer, parameter, gradient, skip_above=10.0)
+            iteration(made, optimizer, parameter, gradient, skip_norm_above=10.0)
     assert repr(guard) == "<StepGuard of 1 rank: SGD 1 step taken, 1 skipped, 1 spike>"
     assert repr(scaler) == (
         "<DistGradScaler of 1 rank at loss scale 4: SGD 1 step taken, 1 skipped, 1 spike>"
@@ -89,7 +89,7 @@ def test_a_report_of_a_guard_names_no_loss_scale_and_one_of_a_scaler_does():
     for made in (StepGuard(), cpu_scaler(8.0)):
         parameter, optimizer = sgd()
         iteration(made, optimizer, parameter, INF)
-        titles[type(made)] = str(made.overflow_report()).splitlines()[0]
+        titles[type(made)] = str(made.nonfinite_report()).splitlines()[0]
     assert titles[StepGuard] == "inf or NaN in the gradients"
     assert titles[DistGradScaler] == "inf or NaN in the gradients at loss scale 8"
 
@@ -112,7 +112,9 @@ def test_a_group_lost_in_a_pickle_is_named_of_guards_and_scalers_alike(make):
     pickled = pickle.dumps(make(process_group=dist.new_group([0, 1])))
     (parameter, optimizer), made = sgd(), pickle.loads(pickled)
     backward(made, parameter, 1.0)
-    with pytest.raises(StageError, match="this guard or scaler was left out of a pickle") as raised:
+    with pytest.raises(
+        CallOrderError, match="this guard or scaler was left out of a pickle"
+    ) as raised:
         made.step(optimizer)
     assert "Set guard.process_group or scaler.process_group" in str(raised.value)
 
@@ -123,7 +125,7 @@ def test_ranks_that_diverged_read_of_their_calls_and_of_no_scaler(make):
     (parameter, optimizer), made = sgd(), make()
     backward(made, parameter, 1.0)
     with pytest.raises(
-        LockstepError, match="must make the same calls, with the same optimi"
+        RankMismatchError, match="must make the same calls, with the same optimi"
     ) as raised:
         made.step(optimizer, max_norm=1.0 + dist.get_rank())
     assert "scaler calls" not in str(raised.value)
@@ -134,11 +136,11 @@ def test_the_docs_of_a_guards_methods_name_what_a_guard_raises(method):
     text = inspect.getdoc(method)
     assert text is not None
     assert "Divide the optimizers' gradients by the loss scale" not in text
-    assert ("LossScaleCollapse" in text) == ("a scaler raises its subclass" in text)
+    assert ("LossScaleCollapseError" in text) == ("a scaler raises its subclass" in text)
 
 
 def test_a_scaler_whose_loss_was_never_scaled_says_so_as_torchs_does():
     (parameter, optimizer), scaler = sgd(), cpu_scaler()
     parameter.sum().backward()
-    with pytest.raises(StageError, match=r"did not use scaler\.scale\(loss or outputs\)"):
+    with pytest.raises(CallOrderError, match=r"did not use scaler\.scale\(loss or outputs\)"):
         scaler.step(optimizer)

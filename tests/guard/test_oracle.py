@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 from tests.on_ranks import on_ranks
 from tests.place import device_type, here
 from tests.simulated.pools import SCHEDULES
@@ -81,7 +81,7 @@ def planned(
 def perform(made: Any, optimizers: list[Any], call: str, max_norm: float, sharded: Any) -> None:
     """Make the calls of one iteration."""
     limit = LIMIT if max_norm else torch.full((), LIMIT, device=here())
-    by_norm: dict[str, Any] = {"max_norm": max_norm, "skip_above": limit, "sharded": sharded}
+    by_norm: dict[str, Any] = {"max_norm": max_norm, "skip_norm_above": limit, "sharded": sharded}
     if call == "together":
         made.step_all(optimizers, together=True, sharded=sharded)
     elif call == "joint norm":
@@ -114,7 +114,7 @@ def compare(seed: int) -> None:
         [kind(of) for kind, of in zip(kinds, each, strict=True)] for each in (mine, theirs)
     )
     made = rng.choice(MADE)()
-    made.add_optimizer(*own)
+    made.register_optimizers(*own)
     made.scale(torch.ones((), device=here()))
     scale, expected = made.get_scale(), [[0, 0, 0] for _ in own]
     for number in range(rng.randint(2, 5)):
@@ -129,7 +129,7 @@ def compare(seed: int) -> None:
         before = copy.deepcopy(mine)
         if odd and rank == 0:
             made.update(1.0)  # an iteration ahead: every rank raises, and nothing steps
-        with pytest.raises(LockstepError) if odd else contextlib.nullcontext():
+        with pytest.raises(RankMismatchError) if odd else contextlib.nullcontext():
             perform(made, own, call, max_norm, (lambda p: True) if sharded else None)
         if odd:
             assert all(map(torch.equal, flat(before), flat(mine))), where

@@ -1,4 +1,4 @@
-"""step(max_norm=, skip_above=): norm, flag and clip are one message, and the step one decision.
+"""step(max_norm=, skip_norm_above=): norm, flag and clip are one message, and the step one decision.
 
 Programs of such steps, over one optimizer and several, are drawn in `test_oracle`, and in every
 layout in `tests.scaler.test_random_programs`.
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import GradientError, NonFiniteGradients, SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError, GradientError, NonFiniteGradientsError
 from distamp.scaler import MasterParameters
 from distamp.sources import source_of
 from tests.on_ranks import on_ranks
@@ -22,7 +22,7 @@ from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, iterati
 def test_a_disabled_scaler_clips_and_leaves_spikes_out_and_says_so():
     (parameter, optimizer), scaler = sgd(0.0, 0.0), DistGradScaler("cpu", enabled=False)
     for gradient, norm in (([30.0, 40.0], 50.0), ([3.0, 4.0], 5.0)):
-        iteration(scaler, optimizer, parameter, gradient, max_norm=1.0, skip_above=10.0)
+        iteration(scaler, optimizer, parameter, gradient, max_norm=1.0, skip_norm_above=10.0)
         told = scaler.stepped(optimizer), scaler.found_inf(optimizer), scaler.grad_norm(optimizer)
         assert told == (norm < 10.0, norm > 10.0, norm)
     assert scaler.step_counts(optimizer).spikes == 1
@@ -32,20 +32,24 @@ def test_a_disabled_scaler_clips_and_leaves_spikes_out_and_says_so():
 def test_spikes_are_not_counted_towards_the_limit_of_skips_and_an_inf_is_none():
     (parameter, optimizer), guard = sgd(), StepGuard(max_consecutive_skips=2)
     for gradient in (10.0, 10.0, 10.0, INF, 10.0):
-        iteration(guard, optimizer, parameter, gradient, skip_above=1.0)
+        iteration(guard, optimizer, parameter, gradient, skip_norm_above=1.0)
     counts = guard.step_counts(optimizer)
     assert (counts.taken, counts.skipped, counts.spikes) == (0, 1, 4)
-    with pytest.raises(NonFiniteGradients):
-        iteration(guard, optimizer, parameter, INF, skip_above=1.0)
+    with pytest.raises(NonFiniteGradientsError):
+        iteration(guard, optimizer, parameter, INF, skip_norm_above=1.0)
 
 
 # What rank 1 gives where rank 0 gives other limits, and what every rank raises.
 LIMIT = {"max_norm": 1.0}
 DIFFERING: list[tuple[list[dict[str, Any]], str, str]] = [
-    ([LIMIT, {"max_norm": 2.0}], "LockstepError", "max_norm=2.0"),
-    ([LIMIT, {"skip_above": 3.0}], "LockstepError", "skip_above=3.0"),
-    ([LIMIT, {"max_norm": -1.0}], "SettingError", "max_norm must be >= 0"),
-    ([{"skip_above": torch.tensor(at)} for at in (0.5, 1.5)], "LockstepError", "skip_above=1.5"),
+    ([LIMIT, {"max_norm": 2.0}], "RankMismatchError", "max_norm=2.0"),
+    ([LIMIT, {"skip_norm_above": 3.0}], "RankMismatchError", "skip_norm_above=3.0"),
+    ([LIMIT, {"max_norm": -1.0}], "ConfigError", "max_norm must be >= 0"),
+    (
+        [{"skip_norm_above": torch.tensor(at)} for at in (0.5, 1.5)],
+        "RankMismatchError",
+        "skip_norm_above=1.5",
+    ),
 ]
 
 
@@ -74,7 +78,7 @@ def test_with_a_rank_that_was_replaced_replicas_are_compared_and_skips_counted_a
         if raised[-1]:
             guard.update()
     name, text = raised.pop(5)
-    assert (name, raised) == ("NonFiniteGradients", [None] * 6)
+    assert (name, raised) == ("NonFiniteGradientsError", [None] * 6)
     assert "3 steps in a row were skipped. Which gradients" in text
     assert parameter.item() == pytest.approx(0.5, abs=1e-5)
 
@@ -92,13 +96,13 @@ def test_what_a_step_by_norm_refuses():
     (parameter, optimizer), guard = sgd(), StepGuard()
     for name, value in {"max_norm": 1.0, "sharded": bool, "replicated": bool}.items():
         with pytest.raises(TypeError, match=f"a {name} of its own"):
-            guard.step(OfItsOwn([parameter], lr=1.0), **{"skip_above": 9.0, name: value})
-    with pytest.raises(StageError, match="before a norm was measured"):
+            guard.step(OfItsOwn([parameter], lr=1.0), **{"skip_norm_above": 9.0, name: value})
+    with pytest.raises(CallOrderError, match="before a norm was measured"):
         guard.grad_norm()
     parameter.grad = torch.ones_like(parameter)
     for bad in (0.0, torch.ones(2), torch.tensor(NAN)):
-        with pytest.raises(SettingError, match="skip_above"):
-            guard.step(optimizer, skip_above=bad)
+        with pytest.raises(ConfigError, match="skip_norm_above"):
+            guard.step(optimizer, skip_norm_above=bad)
 
 
 def _disabled() -> DistGradScaler:
@@ -146,7 +150,7 @@ def _gradients_of_a_skip(make: Any, name: str, **limits: float) -> list[Any]:
     made = make(**settings) if make is cpu_scaler else make()
     (parameter,) = source_of(optimizer).parameters()
     backward(made, parameter, [30.0, 40.0])
-    made.step(optimizer, skip_above=10.0, **limits)
+    made.step(optimizer, skip_norm_above=10.0, **limits)
     assert not made.stepped(optimizer)
     return [each.grad for pair in source_of(optimizer).stepped() for each in pair]
 
@@ -176,7 +180,7 @@ def test_a_disabled_scaler_clips_several_optimizers_with_masters_by_their_norm()
 def test_an_earlier_skip_stays_one(make, fused, calls):
     """A clip over two, of which one is NaN; the other then steps by its own norm, or by none."""
     (good, of_good), (bad, of_bad), made = sgd(fused=fused), sgd(fused=fused), make()
-    made.add_optimizer(of_good, of_bad)
+    made.register_optimizers(of_good, of_bad)
     backward(made, good, 1.0)
     backward(made, bad, NAN)
     assert made.clip_grad_norm_([good, bad], 1.0).isnan()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distamp import DistGradScaler, NonFiniteGradients, StepGuard
-from distamp.errors import LossScaleCollapse, SettingError, StageError
+from distamp import DistGradScaler, NonFiniteGradientsError, StepGuard
+from distamp.errors import CallOrderError, ConfigError, LossScaleCollapseError
 from tests.scaler.steps import INF, iteration, sgd
 
 
@@ -22,10 +22,10 @@ def test_it_is_no_scaler_and_answers_as_one():
     for call in (guard.unscale_, guard.step):
         call(optimizer)
         assert parameter.grad.item() == 1.0
-        with pytest.raises(StageError, match="already been called"):
+        with pytest.raises(CallOrderError, match="already been called"):
             call(optimizer)
     guard.update()
-    with pytest.raises(StageError, match="No inf checks"):
+    with pytest.raises(CallOrderError, match="No inf checks"):
         guard.update()
     assert [n for n in dir(torch.amp.GradScaler) if not (n[0] == "_" or hasattr(guard, n))] == []
 
@@ -53,7 +53,7 @@ def test_states_of_guards_and_scalers_are_told_apart():
     guard.load_state_dict(scaler.state_dict())
     guard.load_state_dict(state)
     for bad in (3, {"distamp_guard": {"version": 2}}, {"distamp_guard": 1}):
-        with pytest.raises(SettingError):
+        with pytest.raises(ConfigError):
             guard.load_state_dict(bad)
     for again in (copy.deepcopy(guard), pickle.loads(pickle.dumps(guard))):
         parameter, optimizer = sgd()
@@ -63,9 +63,9 @@ def test_states_of_guards_and_scalers_are_told_apart():
 
 def test_a_limit_of_skips_is_a_count_and_its_error_that_of_the_scaler_too():
     for bad in (0, True, 1.5):
-        with pytest.raises(SettingError, match="max_consecutive_skips must be an integer"):
+        with pytest.raises(ConfigError, match="max_consecutive_skips must be an integer"):
             StepGuard(max_consecutive_skips=bad)
-    assert issubclass(LossScaleCollapse, NonFiniteGradients)
+    assert issubclass(LossScaleCollapseError, NonFiniteGradientsError)
 
 
 class OfAFramework(StepGuard):
@@ -97,6 +97,6 @@ def test_a_copy_has_what_a_subclass_added_and_counts_its_own_steps(kind, copied)
     original.history.append(2.0)
     twin = copied(original)
     assert (type(twin), twin.history, twin._limit) == (kind, [1.0, 2.0], "theirs")
-    with pytest.raises(NonFiniteGradients):
+    with pytest.raises(NonFiniteGradientsError):
         iteration(twin, optimizer, parameter, INF)
     assert original.step_counts(optimizer).skipped == 0

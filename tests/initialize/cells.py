@@ -36,14 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp.precision import LEVELS as ROWS
-from distamp.precision import Precision
+from distamp.precision import PrecisionLevel
 from tests.ranks import mesh
 
 __all__ = ["CELLS", "EXTRAS", "LAYOUTS", "LEVELS", "WORLD", "Outcome", "cell", "judge"]
 
 WORLD = 4
 RATE = 1.0
-PINS = {"norm": "fp32", "output": "fp32:keep"}
+PINS = {"norm": "fp32", "output": "fp32:keep_output"}
 LISTS = distamp.OpLists(fp32={"linear"})
 LEVELS = tuple(name for name in (*ROWS, "bf16-O2 split") if name.split()[0] in ROWS)
 LAYOUTS = (
@@ -104,14 +104,14 @@ class Net(nn.Module):
         return self.output(self.norm(x))
 
 
-def level_of(name: str) -> Precision:
+def level_of(name: str) -> PrecisionLevel:
     """Return the level that a cell names."""
     name, _, split = name.partition(" ")
     overrides: dict[str, Any] = {"master_weights": "split"} if split else {}
-    return Precision.of(name, **overrides)
+    return PrecisionLevel.from_name(name, **overrides)
 
 
-def net(level: Precision, extra: str) -> Net:
+def net(level: PrecisionLevel, extra: str) -> Net:
     """Return the net before anything is done to it; under LoRA its base is half.
 
     One of the adapters is a scale, which hands fp32 to a half norm.
@@ -136,7 +136,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output.to(target.dtype) - target).square().mean()
 
 
-def reference(level: Precision, extra: str) -> list[Tensor]:
+def reference(level: PrecisionLevel, extra: str) -> list[Tensor]:
     """Return the trained parameters before and after one step of SGD in float64."""
     model = net(level, extra).double()
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import distamp
 from distamp import initialize
-from distamp.errors import LossScaleCollapse, StageError
+from distamp.errors import CallOrderError, LossScaleCollapseError
 from tests.initialize.nets import SCALE, adam, backward, batches, loss_of, net, train, values
 
 STEPS = 6
@@ -199,7 +199,7 @@ def test_gradients_for_a_penalty_do_not_underflow():
 def test_what_cannot_be_called_now_says_what_to_do():
     amp = initialize(net(), None, "O2")
     assert amp.model(BATCH[0]).dtype is torch.float32
-    with pytest.raises(StageError, match="no optimizer"):
+    with pytest.raises(CallOrderError, match="no optimizer"):
         amp.step()
     with pytest.raises(ValueError, match=r"amp\.models"):
         _ = initialize([net(), net(1)], None, "O1").model
@@ -207,7 +207,7 @@ def test_what_cannot_be_called_now_says_what_to_do():
     loss = loss_of(amp.model(BATCH[0]), BATCH[1])
     amp.backward(loss, retain_graph=True)
     amp.clip_grad_norm_(1.0)
-    with pytest.raises(StageError, match="after the last backward"):
+    with pytest.raises(CallOrderError, match="after the last backward"):
         amp.backward(loss)
 
 
@@ -216,13 +216,13 @@ def test_settings_of_the_region_and_the_scaler_are_handed_on():
     amp = made("O1", ops=distamp.OpLists(fp32={"mm"}), cache_enabled=False)
     with amp.autocast():
         assert (torch.mm(x, x).dtype, torch.is_autocast_cache_enabled()) == (torch.float32, False)
-    amp = made(distamp.Precision.of("O2").replaced(output=torch.float16))
+    amp = made(distamp.PrecisionLevel.from_name("O2").replace(output=torch.float16))
     assert amp.model(BATCH[0]).dtype is torch.float16
-    schedule = distamp.scaler.DynamicSchedule(backoff_factor=0.25)
+    schedule = distamp.scaler.DynamicLossScale(backoff_factor=0.25)
     amp = initialize(model := net(), adam(model), schedule=schedule, max_consecutive_skips=2)
     backward(amp, BATCH, torch.inf)
     assert not amp.step()
     backward(amp, BATCH, torch.inf)
-    with pytest.raises(LossScaleCollapse):
+    with pytest.raises(LossScaleCollapseError):
         amp.step()
     assert amp.scaler.get_scale() == 2.0**14

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distamp import Precision, cast_model, initialize, pin_precision
+from distamp import PrecisionLevel, cast_model, initialize, set_module_precision
 from tests.initialize.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -136,7 +136,7 @@ def in_fp32(model: nn.Module) -> set[str]:
 
 def test_the_last_pattern_that_matches_counts_and_one_pinned_before_is_kept():
     model = net(batchnorm=False)
-    pin_precision(model.embedding, "fp32")
+    set_module_precision(model.embedding, "fp32")
     cast_model(model, "O2", precision={"*": "fp32", "hidden": "fp16", "output": "fp16"})
     assert in_fp32(model) == {"embedding.weight", "norm.weight", "norm.bias"}
     assert loss_of(model(BATCH[0]), BATCH[1]).isfinite()
@@ -154,7 +154,7 @@ def test_who_shares_a_weight_with_a_pinned_module_computes_in_its_dtype():
 
 def test_pins_are_part_of_what_a_model_was_cast_for():
     model = cast_model(net(), "O2", precision={"hidden": "fp32"})
-    level = Precision.of("O2", precision={"hidden": "fp32"})
+    level = PrecisionLevel.from_name("O2", precision={"hidden": "fp32"})
     assert initialize(model, None, level).precision.pins == (("hidden", "fp32"),)
 
 
@@ -164,7 +164,7 @@ def test_pins_are_part_of_what_a_model_was_cast_for():
 @pytest.mark.parametrize("level", ["O2", "bf16-O3"])
 def test_tables_of_rotary_embeddings_keep_their_angles(level):
     model, plain = cast_model(llama(), level), llama()
-    half, at = Precision.of(level).param, torch.tensor([[4095]])
+    half, at = PrecisionLevel.from_name(level).param, torch.tensor([[4095]])
     cosines = [m.model.rotary_emb(torch.ones(1, dtype=half), at)[0].float() for m in (model, plain)]
     assert torch.equal(*cosines)
     assert in_fp32(model) >= {"model.rotary_emb.inv_freq"}
@@ -221,7 +221,7 @@ def test_a_module_pinned_inside_of_another_leaves_float32_there(level, pins):
             lambda module, args, output, name=name: seen.update({name: output.dtype})
         )
     model(torch.ones(2, 4))
-    half = Precision.of(level).param
+    half = PrecisionLevel.from_name(level).param
     assert seen == {"embed.0": torch.float32, "embed": half, "out": half}
 
 
@@ -251,7 +251,7 @@ def test_a_pinned_head_keeps_the_precision_of_what_the_model_returns(level, tied
     model, ids = llama(tie_word_embeddings=tied), torch.arange(8)[None]
     cast_model(model, level, precision={"lm_head": "fp32", "*norm": "fp32"})
     logits = model(ids).logits
-    assert not torch.equal(logits, logits.to(Precision.of(level).param).float())
+    assert not torch.equal(logits, logits.to(PrecisionLevel.from_name(level).param).float())
 
 
 def test_other_buffers_of_no_checkpoint_are_cast_with_the_model():

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.initialize import Amp
 from tests.initialize.cells import wrapped
 from tests.on_ranks import on_ranks
@@ -382,7 +382,7 @@ def test_groups_that_were_saved_with_different_rates_do_not_become_one(tmp_path)
     before = [p.detach().clone() for p in resumed.model.parameters()]
     amp.optimizers[0].param_groups.reverse()
     state = amp.flat_state_dict()
-    with pytest.raises(SettingError, match=r"shares its group in AdamW here with lr=0\.[12]"):
+    with pytest.raises(ConfigError, match=r"shares its group in AdamW here with lr=0\.[12]"):
         resumed.load_flat_state_dict(state)
     assert all(map(torch.equal, before, resumed.model.parameters()))
 
@@ -554,7 +554,7 @@ REFUSED_OPTIMIZERS: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
 def test_what_has_no_name_is_refused_with_the_separate_states(name):
     make_optimizer, text = REFUSED_OPTIMIZERS[name]
-    with pytest.raises(SettingError, match=rf"amp\.flat_state_dict\(\).*{text}.*{SEPARATE}"):
+    with pytest.raises(ConfigError, match=rf"amp\.flat_state_dict\(\).*{text}.*{SEPARATE}"):
         make(make_optimizer, "O0").flat_state_dict()
 
 
@@ -570,7 +570,7 @@ def test_lbfgs_is_refused():
         return loss
 
     optimizer.step(closure)
-    with pytest.raises(SettingError, match=rf"LBFGS has of .*it is a list.*{SEPARATE}"):
+    with pytest.raises(ConfigError, match=rf"LBFGS has of .*it is a list.*{SEPARATE}"):
         amp.flat_state_dict()
 
 
@@ -581,7 +581,7 @@ def test_a_class_of_a_module_that_is_not_imported_is_refused():
     spec = ("os.nowhere", "system", ("codes",), None, (256, 32), (32, 1))
     state["optimizer.hidden.weight"] = ((("momentum", spec),), ())
     state["optimizer.hidden.weight.momentum.codes"] = torch.zeros(2)
-    with pytest.raises(SettingError, match=rf"has not imported.*{SEPARATE}"):
+    with pytest.raises(ConfigError, match=rf"has not imported.*{SEPARATE}"):
         amp.load_flat_state_dict(state)
 
 
@@ -600,7 +600,7 @@ def test_layouts_without_names_are_refused_with_the_separate_states(layout):
         oss = pytest.importorskip("fairscale.optim.oss")
         optimizer = oss.OSS(model.parameters(), optim=torch.optim.AdamW)
     amp = distamp.initialize(model, optimizer, "O0")
-    with pytest.raises(SettingError, match=SEPARATE):
+    with pytest.raises(ConfigError, match=SEPARATE):
         amp.flat_state_dict()
 
 
@@ -636,7 +636,7 @@ def test_a_state_without_the_layout_of_its_shards_is_refused(make_optimizer):
     torch.compiler.set_stance("force_eager")
     amp = make(make_optimizer, "O0", layout="FSDP2")
     train(amp, 0, 1)
-    with pytest.raises(SettingError, match=rf"amp\.flat_state_dict\(\) cannot.*{SEPARATE}"):
+    with pytest.raises(ConfigError, match=rf"amp\.flat_state_dict\(\) cannot.*{SEPARATE}"):
         amp.flat_state_dict()
 
 
@@ -648,7 +648,7 @@ def test_a_whole_state_is_not_loaded_into_shards(tmp_path, name):
     train(amp, 0, 1)
     save(amp, tmp_path)
     sharded = make(OPTIMIZERS[name], "O0", seed=1, layout="FSDP2")
-    with pytest.raises(SettingError, match=rf"the weight here is a DTensor.*{SEPARATE}"):
+    with pytest.raises(ConfigError, match=rf"the weight here is a DTensor.*{SEPARATE}"):
         load(sharded, tmp_path)
 
 
@@ -719,7 +719,7 @@ def test_different_weights_under_one_name_are_refused_on_every_rank(make_model):
     model = make_model()
     amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
     text = rf"ranks 0 and [12] hold different weights under that name.*{SEPARATE}"
-    with pytest.raises(SettingError, match=text):
+    with pytest.raises(ConfigError, match=text):
         amp.flat_state_dict()
 
 
@@ -735,7 +735,7 @@ def _save_almost_equal_experts() -> None:
     with torch.no_grad():
         master += dist.get_rank() * 2.0**-20
     amp.masters[0].write_back()
-    with pytest.raises(SettingError, match=r"different weights under that name"):
+    with pytest.raises(ConfigError, match=r"different weights under that name"):
         amp.flat_state_dict()
 
 
@@ -792,7 +792,7 @@ def test_an_error_of_one_rank_is_raised_on_every_rank():
     make_optimizer = WithExtraState if dist.get_rank() == 2 else torchs("SGD")
     amp = make(make_optimizer, "O0")
     text = "has 'rounds'" if dist.get_rank() == 2 else "rank 2 refused this call.*has 'rounds'"
-    with pytest.raises(SettingError, match=text):
+    with pytest.raises(ConfigError, match=text):
         amp.flat_state_dict()
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distamp import Precision, cast_model, float8_layers, initialize, pin_precision
-from distamp.errors import SettingError
+from distamp import PrecisionLevel, cast_model, float8_layers, initialize, set_module_precision
+from distamp.errors import ConfigError
 from distamp.initialize import float8
 from tests.initialize import cells
 from tests.on_ranks import on_ranks
@@ -44,7 +44,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_each_linear_layer_is_shown_with_why_it_does_not_compute_in_float8():
     model = layers()
     model["last"].register_forward_hook(lambda *_: None)
-    pin_precision(model["router"], "fp32")
+    set_module_precision(model["router"], "fp32")
     before = dict(model.named_parameters())
     cast_model(model, "fp8")
     found = float8_layers(model)
@@ -91,7 +91,7 @@ def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monk
         model = cast_model(cells.Net(), "fp8")
     assert ["emulated" in record.message for record in caplog.records] == [True]
     monkeypatch.setattr(float8, "_has_kernels", lambda *_: True)
-    with pytest.raises(SettingError, match="move the model to its device first"):
+    with pytest.raises(ConfigError, match="move the model to its device first"):
         initialize(model, sgd(model), "fp8")
 
 
@@ -108,9 +108,9 @@ def test_weights_on_meta_will_be_where_a_device_is_whatever_torch_was_built_for(
 
 def test_a_layer_in_float8_cannot_be_pinned_and_without_torchao_there_is_none(monkeypatch):
     with pytest.raises(ValueError, match="computes in float8"):
-        pin_precision(cast_model(cells.Net(), "fp8").first, "fp32")
+        set_module_precision(cast_model(cells.Net(), "fp8").first, "fp32")
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(SettingError, match=r"install distamp\[fp8\]"):
+    with pytest.raises(ConfigError, match=r"install distamp\[fp8\]"):
         cast_model(cells.Net(), "fp8")
 
 
@@ -126,7 +126,7 @@ def test_a_layer_in_float8_cannot_be_pinned_and_without_torchao_there_is_none(mo
     ],
 )
 def test_fsdp2_gathers_in_float8_where_it_is_asked_to_and_saves_plain_weights(all_gather, policy):
-    level = Precision.of("fp8").replaced(float8_all_gather=all_gather)
+    level = PrecisionLevel.from_name("fp8").replace(float8_all_gather=all_gather)
     model: Any = cast_model(cells.Net(), level)
     for part in (*model.children(), model):
         fully_shard(part, mesh=mesh((2,), ("shard",)), mp_policy=policy)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from tests.initialize import nets
 from tests.initialize.cells import EPS, Adapted
 from tests.initialize.nets import batches, llama, loss_of, net
@@ -107,7 +107,7 @@ def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_an_int8_base_that_gives_another_dtype_than_the_levels_is_refused(level):
-    with pytest.raises(SettingError, match="take bf16"):
+    with pytest.raises(ConfigError, match="take bf16"):
         gradients(quantized(BF16), level)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import initialize
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.initialize import Amp
 from tests.on_ranks import on_ranks
 
@@ -69,5 +69,5 @@ def test_it_takes_part_in_a_clip_and_in_a_step_by_the_norm(level):
 def test_ranks_that_all_train_nothing_raise():
     model = nn.Linear(8, 8).requires_grad_(False)
     amp = initialize(model, [], "bf16")
-    with pytest.raises(StageError, match="no optimizer on any rank"):
+    with pytest.raises(CallOrderError, match="no optimizer on any rank"):
         amp.step()

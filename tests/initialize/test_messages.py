@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distamp import initialize
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.initialize.amp import Amp
 from tests.on_ranks import on_ranks
 
@@ -51,7 +51,9 @@ def test_a_backward_pass_of_an_unscaled_loss_names_amp_backward(level, world):
     with amp.autocast():
         loss = model(torch.ones(1, 2).to(amp.models[0][0].weight.dtype)).float().sum()
     loss.backward()
-    with pytest.raises(StageError, match=r"Call amp\.backward\(loss\) instead of loss\.backward"):
+    with pytest.raises(
+        CallOrderError, match=r"Call amp\.backward\(loss\) instead of loss\.backward"
+    ):
         amp.step()
 
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import OpLists, Precision, cast_model, initialize, pin_precision
-from distamp.errors import DistampError, SettingError
+from distamp import OpLists, PrecisionLevel, cast_model, initialize, set_module_precision
+from distamp.errors import ConfigError, DistampError
 from tests.initialize.cells import wrapped
 from tests.initialize.nets import made_in, net
 from tests.on_ranks import on_ranks
@@ -39,7 +39,7 @@ def tried(model: nn.Module, level: Any, optimizer: Any = None, **overrides: Any)
     before = parts(model)
     try:
         return initialize(model, optimizer or sgd(model), level, **overrides)
-    except SettingError:
+    except ConfigError:
         assert parts(model) == before
         raise
 
@@ -66,8 +66,8 @@ def twice() -> Any:
     return tried(model, "O2", optimizer)
 
 
-PINS = {"no*": "fp32", "output": "fp32:keep"}
-GATHERED = Precision.of("fp8").replaced(float8_all_gather=True)
+PINS = {"no*": "fp32", "output": "fp32:keep_output"}
+GATHERED = PrecisionLevel.from_name("fp8").replace(float8_all_gather=True)
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown level": (lambda: tried(net(), "O4"), "must be one of"),
     "batch norms at O1": (
@@ -122,7 +122,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         "no model of initialize",
     ),
     "a model that is pinned as a whole": (
-        lambda: cast_model(pin_precision(net(), "fp32"), "O2"),
+        lambda: cast_model(set_module_precision(net(), "fp32"), "O2"),
         "take O0",
     ),
     "a pattern of nothing": (lambda: tried(net(), "bf16", precision={"*.nrom": "fp32"}), "'norm'"),
@@ -176,7 +176,7 @@ def test_a_setting_that_cannot_work(case):
         ("num_losses", "share one scale"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
-        ("growth_interval", r"schedule=DynamicSchedule\(growth_interval="),
+        ("growth_interval", r"schedule=DynamicLossScale\(growth_interval="),
         ("lose_scale", "'lose_scale'$"),
     ],
 )

@@ -9,18 +9,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from distamp import DistGradScaler, Precision, StepGuard, initialize
-from distamp.errors import SettingError, StageError
+from distamp import DistGradScaler, PrecisionLevel, StepGuard, initialize
+from distamp.errors import CallOrderError, ConfigError
 from distamp.initialize import Amp
-from distamp.scaler import HysteresisSchedule
+from distamp.scaler import HysteresisLossScale
 from tests.initialize.nets import adam, backward, batches, net, train, values
 from tests.scaler.steps import through_a_file
 
 BATCHES = [*batches(6)]
-SPLIT = Precision.of("bf16-O2", master_weights="split")
+SPLIT = PrecisionLevel.from_name("bf16-O2", master_weights="split")
 
 
-def made(level: str | Precision, seed: int = 0, **overrides: Any) -> Amp:
+def made(level: str | PrecisionLevel, seed: int = 0, **overrides: Any) -> Amp:
     model = net(seed)
     return initialize(model, adam(model), level, **overrides)
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_goes_on_to_the_bit(level):
 
 
 def test_credit_for_overflows_goes_on_from_a_state():
-    schedule = HysteresisSchedule(hysteresis=3, min_scale=2.0)
+    schedule = HysteresisLossScale(hysteresis=3, min_scale=2.0)
     amp, resumed = made("O1", schedule=schedule), made("O1", schedule=schedule)
     backward(amp, BATCHES[0], torch.inf)
     assert not amp.step()
@@ -96,7 +96,7 @@ STATIC = {"loss_scale": 128.0}
         (("O2", {}), ("O2", STATIC), 128.0, "static"),
         (("O2", STATIC), ("O2", {}), 65536.0, "dynamic"),
         (("O2", STATIC), ("O2", {"loss_scale": 64.0}), 64.0, "static"),
-        (("O1", {}), ("O2", {"schedule": HysteresisSchedule(hysteresis=3)}), 4.0, "hysteresis"),
+        (("O1", {}), ("O2", {"schedule": HysteresisLossScale(hysteresis=3)}), 4.0, "hysteresis"),
     ],
 )
 def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
@@ -109,9 +109,9 @@ def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
 
 def test_another_version_and_a_copy_are_refused():
     amp = made("O1")
-    with pytest.raises(SettingError, match="version"):
+    with pytest.raises(ConfigError, match="version"):
         amp.load_state_dict({**amp.state_dict(), "version": 99})
-    with pytest.raises(StageError, match="copied"):
+    with pytest.raises(CallOrderError, match="copied"):
         copy.deepcopy(amp)
 
 
@@ -122,7 +122,7 @@ def test_another_version_and_a_copy_are_refused():
     ids=["model", "empty"],
 )
 def test_a_dict_that_is_no_state_is_refused_at_every_level(level, state, given):
-    with pytest.raises(SettingError, match=rf"a dict with {given}.*'loss_scalers'.*'scale'"):
+    with pytest.raises(ConfigError, match=rf"a dict with {given}.*'loss_scalers'.*'scale'"):
         made(level).load_state_dict(state)
 
 

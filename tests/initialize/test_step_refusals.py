@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
-from distamp.errors import SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError
 from distamp.initialize import Amp
 from tests.initialize.cells import wrapped
 from tests.on_ranks import on_ranks
@@ -59,7 +59,7 @@ def test_a_step_after_a_pass_under_no_sync_raises_and_the_next_window_is_right(
     backward(amp)
     with amp.no_sync():
         backward(amp)
-    with pytest.raises(StageError, match=r"after a backward pass under amp\.no_sync\(\)"):
+    with pytest.raises(CallOrderError, match=r"after a backward pass under amp\.no_sync\(\)"):
         amp.step(max_norm=max_norm)
     amp.zero_grad()
     with amp.no_sync():
@@ -75,7 +75,7 @@ def test_it_raises_on_ranks_that_reduced_theirs():
     wrong = dist.get_rank() >= 2
     with amp.no_sync() if wrong else nullcontext():
         backward(amp)
-    with pytest.raises(StageError, match=r"under amp\.no_sync\(\)"):
+    with pytest.raises(CallOrderError, match=r"under amp\.no_sync\(\)"):
         amp.step()
 
 
@@ -86,7 +86,7 @@ def test_of_ddp_the_forward_pass_decides():
     with amp.no_sync():
         loss = amp.model(inputs).square().mean()
     amp.backward(loss)
-    with pytest.raises(StageError, match=r"under amp\.no_sync\(\)"):
+    with pytest.raises(CallOrderError, match=r"under amp\.no_sync\(\)"):
         amp.step()
     amp.zero_grad()
     loss = amp.model(inputs).square().mean()
@@ -145,7 +145,7 @@ def test_a_base_that_thaws_in_half_precision_is_refused_as_initialize_refuses_it
     amp = half_base(level, dtype, lambda model: model)
     assert train(amp)
     first_layer(amp).requires_grad_(True)
-    with pytest.raises(SettingError, match=rf"{level} trains float32.*{dtype}, first 0"):
+    with pytest.raises(ConfigError, match=rf"{level} trains float32.*{dtype}, first 0"):
         train(amp)
 
 
@@ -166,7 +166,7 @@ def test_what_thaws_on_one_rank_is_refused_on_both(layout):
     assert train(amp)
     if dist.get_rank() == 0:
         first_layer(amp).requires_grad_(True)
-    with pytest.raises(SettingError, match=r"float32 parameters.*first (module\.)?0"):
+    with pytest.raises(ConfigError, match=r"float32 parameters.*first (module\.)?0"):
         train(amp)
 
 
@@ -182,5 +182,5 @@ def test_shards_that_thaw_are_refused():
     amp = half_base("bf16", torch.bfloat16, shard)
     assert train(amp)
     first_layer(amp).requires_grad_(True)
-    with pytest.raises(SettingError, match=r"float32 parameters.*first 0"):
+    with pytest.raises(ConfigError, match=r"float32 parameters.*first 0"):
         train(amp)

@@ -54,7 +54,7 @@ LIMITS = {
 }
 BLOCKS, STUDENT = 10, 2.306  # of a half's samples; for 95 % and 8 degrees of freedom
 PAGE = f"""
-Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_above=)`, an int8 hook in
+Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_norm_above=)`, an int8 hook in
 two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
 {STEPS} steps all objects are made anew from a checkpoint, and the same steps end in the same bits,
 on all ranks. After each stretch a rank counts what it holds. Shared memory: files and maps of the
@@ -145,7 +145,7 @@ class Job:
         limit = (
             seen.mean() + 6 * seen.std().clamp(min=0.01 * seen.mean()) if len(seen) > 10 else 1e3
         )
-        taken = bool(self.amp.step(max_norm=1.0, skip_above=limit))
+        taken = bool(self.amp.step(max_norm=1.0, skip_norm_above=limit))
         norm = self.guard.grad_norm()
         if norm.isfinite():
             self.norms[self.step % WINDOW] = norm if len(seen) <= 10 else min(norm, limit)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import StepGuard, cast_model, initialize
-from distamp.errors import SettingError
+from distamp.errors import ConfigError
 from distamp.scaler import MasterParameters
 from tests.on_ranks import on_ranks
 from tests.scaler.masters import ByHand, adamw, half_mlp, local, loss_of, master_scaler, spread
@@ -122,6 +122,6 @@ def test_masters_without_a_half_precision_parameter_are_refused_unless_that_is_a
         MasterParameters(optimizer)
     masters = MasterParameters(optimizer, split=True, allow_empty=True)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=F16))]})
-    with pytest.raises(SettingError, match="take bf16-O2, or whole masters"):
+    with pytest.raises(ConfigError, match="take bf16-O2, or whole masters"):
         StepGuard().unscale_(optimizer)
     assert masters.nbytes == 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp import StepGuard
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.scaler import MasterParameters, master_params
 from tests.on_ranks import on_ranks
 from tests.scaler.masters import ByHand, half_away, half_mlp, local, loss_of, one_master, spread
@@ -226,7 +226,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 def test_a_direct_write_to_split_masters_is_refused_with_the_way(write):
     parameter, optimizer, masters = one_master(1.0, 2.0, split=True)
     (master,) = master_params(optimizer)
-    with pytest.raises(StageError, match=r"with masters\.materialized\(\)"):
+    with pytest.raises(CallOrderError, match=r"with masters\.materialized\(\)"):
         WRITES[write](master)
     with masters.materialized():
         assert type(master) is Tensor
@@ -242,7 +242,7 @@ def test_a_direct_write_to_split_masters_of_shards_is_refused_with_the_way():
     masters = MasterParameters(optimizer, split=True)
     for master in master_params(optimizer):
         for written in (master, master.to_local()):
-            with pytest.raises(StageError, match=r"with masters\.materialized\(\)"):
+            with pytest.raises(CallOrderError, match=r"with masters\.materialized\(\)"):
                 written.add_(1.0)
     before = local(model[0].weight).clone()
     with masters.materialized():

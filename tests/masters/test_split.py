@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.masters.split import join, split
 from distamp.scaler import MasterParameters
 from tests.scaler.masters import half_away, one_master
@@ -117,7 +117,7 @@ def test_between_steps_a_master_reads_as_nan_and_is_not_written():
     master = masters.master_of(parameter)
     assert (master.shape, master.dtype) == (parameter.shape, F32)
     assert master.isnan().all()
-    with torch.no_grad(), pytest.raises(StageError, match=r"masters\.materialized"):
+    with torch.no_grad(), pytest.raises(CallOrderError, match=r"masters\.materialized"):
         master.add_(1.0)
     with torch.no_grad(), masters.materialized():
         assert master.tolist() == [1.0, 1.0]

@@ -15,7 +15,7 @@
  *   -DASKS                  any rank alone may ask for its counts before any call
  *   -DABSENT                in any look an optimizer may have no gradient on a rank
  *   -DFAILS                 one step of each rank may raise after the ranks have agreed to step
- *   -DREPORTS               rank 0 alone calls overflow_report() where the others call update(), and
+ *   -DREPORTS               rank 0 alone calls nonfinite_report() where the others call update(), and
  *                           DDP reduces gradients after each update()
  *   -DGROWS                 in any norm any rank may have more gradients, and ask for a comparison
  *   -DPROGRAMS              for drawing programs, no calls that stages refuse
@@ -749,7 +749,7 @@ next:
 
     :: call == UPDATE ->
         if
-        /* Where one rank alone may have called overflow_report(), as all know. */
+        /* Where one rank alone may have called nonfinite_report(), as all know. */
 #ifndef FAULT_UPDATE_SENDS_NOTHING
         :: own[me].overflowed ->
 #ifdef FAULT_OVERFLOWED_IS_FORGOTTEN_FIRST

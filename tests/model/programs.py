@@ -175,7 +175,7 @@ def run(
         made = _Guard(max_consecutive_skips=limit) if guarded else _Scaler("cpu", **scales)
         weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
         optimizers = [torch.optim.SGD([w], 2.0**-4, fused=i == 1) for i, w in enumerate(weights)]
-        made.add_optimizer(*optimizers)
+        made.register_optimizers(*optimizers)
         steps: list[tuple[int, bool, float]] = []
         raises = 0
         for call in program[dist.get_rank()].calls:
@@ -230,7 +230,7 @@ def _steps(
             case "STEP":
                 made.step_all(given)
             case "STEP_BY_NORM":
-                made.step_all(given, max_norm=1.0, skip_above=1e3, sharded=made.look)
+                made.step_all(given, max_norm=1.0, skip_norm_above=1e3, sharded=made.look)
     finally:  # a step at the limit of skips raises, and counts
         for hook in hooks:
             hook.remove()

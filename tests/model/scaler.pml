@@ -10,7 +10,7 @@
  *   -DDIFFERS               one call of rank 0 is left out, or is another, or is about another
  *                           optimizer, or sets another scale
  *   -DFAILS                 one step of each rank may raise after the ranks have agreed to step
- *   -DREPORTS               rank 0 alone calls overflow_report() where the others call update(), and
+ *   -DREPORTS               rank 0 alone calls nonfinite_report() where the others call update(), and
  *                           DDP reduces gradients after each update()
  *   -DCATCHES               a user catches what all ranks raise, and goes on
  *   -DGROUPS -DJOINS        with new groups; with Join([model, scaler])
@@ -262,7 +262,7 @@ inline write_message(name) {
         alike[me] = alike[me] + 16 * own[me].iteration;
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_SCALE
-        /* update() and overflow_report() compare no scale. */
+        /* update() and nonfinite_report() compare no scale. */
         alike[me] = alike[me] + (name < NAME_UPDATE -> 256 * own[me].begun : 0);
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_CALLS
@@ -393,7 +393,7 @@ inline announce(name) {
     fi
 }
 
-/* One rank alone may have called overflow_report() here, as all ranks know. */
+/* One rank alone may have called nonfinite_report() here, as all ranks know. */
 inline announce_update() {
     if
 #ifndef FAULT_UPDATE_SENDS_NOTHING

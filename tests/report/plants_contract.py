@@ -3,7 +3,7 @@
 Written before the tool that is scored had been seen, and put into one table since. The first five
 are made as the code did of which people complained. A plant says what is declared, and what a right
 answer names: one of ``keys``, the dtype that is found, and a part of the place. ``build()`` makes
-the arguments of `Contract.check` on this rank.
+the arguments of `PrecisionContract.check` on this rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from distamp import comm_hooks
 from tests.ranks import mesh
 from tests.report.setups import BF16, FP16, FP32, Net, parallel, sharded, trained
 
-__all__ = ["PLANTS", "Breach"]
+__all__ = ["PLANTS", "Violation"]
 
 Made = tuple[Callable[[], Any], nn.Module, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Breach:
+class Violation:
     """One planted breach, and what a right answer names.
 
     Args:
@@ -250,8 +250,8 @@ def _states_of_one_group() -> Made:
 REDUCE, GATHER, COMPUTE = {"reduce": "fp32"}, {"gather": "bf16"}, {"compute": "bf16"}
 PARAMETERS, STATE = {"parameters": "fp32"}, {"optimizer_state": "fp32"}
 SENDS_BF16, SENDS_FP32 = {"activations": "fp32"}, {"activations": "bf16"}
-PLANTS: tuple[Breach, ...] = (
-    Breach(
+PLANTS: tuple[Violation, ...] = (
+    Violation(
         "reduce_dtype does not reach tensor parallel",
         4,
         {"reduce": "fp32", "activations": "fp32", "gather": "bf16"},
@@ -260,21 +260,21 @@ PLANTS: tuple[Breach, ...] = (
         "blocks",
         ("activations", "reduce"),
     ),
-    Breach(
+    Violation(
         "an fp8 all-gather that is bf16",
         2,
         {"gather": "fp8"},
         "bf16",
         lambda: _fsdp2(param_dtype=BF16, reduce_dtype=FP32),
     ),
-    Breach(
+    Violation(
         "an upcast that does nothing",
         1,
         PARAMETERS,
         "bf16",
         lambda: _changed(lambda net: [p.data.to(FP32) for p in net.to(BF16).parameters()]),
     ),
-    Breach(
+    Violation(
         "weights of norms in bf16",
         1,
         {**PARAMETERS, **COMPUTE},
@@ -283,22 +283,22 @@ PLANTS: tuple[Breach, ...] = (
         "norm",
         ("parameters", "norms"),
     ),
-    Breach("optimizer states in bf16", 1, STATE, "bf16", _half),
-    Breach(
+    Violation("optimizer states in bf16", 1, STATE, "bf16", _half),
+    Violation(
         "DDP under a hook of bf16",
         2,
         REDUCE,
         "bf16",
         lambda: _ddp(lambda model: model.register_comm_hook(None, _sums_in_bf16)),
     ),
-    Breach(
+    Violation(
         "DDP under fp16_compress_hook",
         2,
         REDUCE,
         "fp16",
         lambda: _ddp(lambda model: model.register_comm_hook(None, fp16_compress_hook)),
     ),
-    Breach(
+    Violation(
         "DDP under a hook in C++",
         2,
         REDUCE,
@@ -307,31 +307,31 @@ PLANTS: tuple[Breach, ...] = (
             lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         ),
     ),
-    Breach(
+    Violation(
         "DDP under an int8 hook",
         2,
         REDUCE,
         "int8",
         lambda: _ddp(lambda model: comm_hooks.register(model, "int8")),
     ),
-    Breach("FSDP2 under a bf16 hook", 2, REDUCE, "bf16", _a_hook_of_fsdp2),
-    Breach(
+    Violation("FSDP2 under a bf16 hook", 2, REDUCE, "bf16", _a_hook_of_fsdp2),
+    Violation(
         "FSDP1 reduces in bf16",
         2,
         REDUCE,
         "bf16",
         lambda: _fsdp1(param_dtype=BF16, reduce_dtype=BF16),
     ),
-    Breach("FSDP1 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp1(reduce_dtype=FP32)),
-    Breach(
+    Violation("FSDP1 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp1(reduce_dtype=FP32)),
+    Violation(
         "FSDP2 reduces in bf16",
         2,
         REDUCE,
         "bf16",
         lambda: _fsdp2(param_dtype=BF16, reduce_dtype=BF16),
     ),
-    Breach("FSDP2 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp2(reduce_dtype=FP32)),
-    Breach(
+    Violation("FSDP2 gathers in fp32", 2, GATHER, "fp32", lambda: _fsdp2(reduce_dtype=FP32)),
+    Violation(
         "one block under another policy",
         2,
         {**GATHER, **REDUCE},
@@ -340,7 +340,7 @@ PLANTS: tuple[Breach, ...] = (
         "1",
         ("gather",),
     ),
-    Breach(
+    Violation(
         "HSDP reduces in bf16",
         4,
         REDUCE,
@@ -354,7 +354,7 @@ PLANTS: tuple[Breach, ...] = (
             )
         ),
     ),
-    Breach(
+    Violation(
         "an average by hand in bf16",
         2,
         REDUCE,
@@ -362,9 +362,9 @@ PLANTS: tuple[Breach, ...] = (
         _by_hand,
         keys=("reduce", "activations"),
     ),
-    Breach("ZeRO broadcasts bf16 weights", 2, {"gather": "fp32"}, "bf16", _zero_of_bf16_weights),
-    Breach("OSS broadcasts in fp16", 2, {"gather": "fp32"}, "fp16", _oss_broadcasts_fp16),
-    Breach(
+    Violation("ZeRO broadcasts bf16 weights", 2, {"gather": "fp32"}, "bf16", _zero_of_bf16_weights),
+    Violation("OSS broadcasts in fp16", 2, {"gather": "fp32"}, "fp16", _oss_broadcasts_fp16),
+    Violation(
         "tensor parallel sends fp32",
         2,
         SENDS_FP32,
@@ -372,7 +372,7 @@ PLANTS: tuple[Breach, ...] = (
         lambda: trained(parallel(_net(), mesh((2,), ("tp",)))),
         "blocks",
     ),
-    Breach(
+    Violation(
         "tensor parallel sends bf16",
         2,
         SENDS_BF16,
@@ -380,21 +380,21 @@ PLANTS: tuple[Breach, ...] = (
         lambda: trained(parallel(_net().to(BF16), mesh((2,), ("tp",)))),
         "blocks",
     ),
-    Breach(
+    Violation(
         "sequence parallel sends fp32",
         2,
         SENDS_FP32,
         "fp32",
         lambda: trained(parallel(_net(), mesh((2,), ("tp",)), sequence=True)),
     ),
-    Breach(
+    Violation(
         "partial gradients that the optimizer adds up",
         2,
         {"reduce": "bf16"},
         "fp32",
         lambda: trained(parallel(_net(), mesh((2,), ("tp",)), sequence=True)),
     ),
-    Breach(
+    Violation(
         "a block that leaves the region",
         1,
         COMPUTE,
@@ -404,8 +404,8 @@ PLANTS: tuple[Breach, ...] = (
         ),
         "blocks.1",
     ),
-    Breach("the region is of another device", 1, COMPUTE, "fp32", lambda: trained(_net())),
-    Breach(
+    Violation("the region is of another device", 1, COMPUTE, "fp32", lambda: trained(_net())),
+    Violation(
         "attention that upcasts",
         1,
         COMPUTE,
@@ -413,19 +413,19 @@ PLANTS: tuple[Breach, ...] = (
         lambda: _behind_a_layer(Attention(nn.Linear(16, 48))),
         "1",
     ),
-    Breach(
+    Violation(
         "a backward pass in fp32", 1, COMPUTE, "fp32", lambda: _behind_a_layer(Wide(16, 4)), "1"
     ),
-    Breach("a convolution in fp32", 1, COMPUTE, "fp32", _a_convolution, "0"),
-    Breach("norms compute in bf16", 1, {"norms": "fp32"}, "bf16", _half, "norm"),
-    Breach(
+    Violation("a convolution in fp32", 1, COMPUTE, "fp32", _a_convolution, "0"),
+    Violation("norms compute in bf16", 1, {"norms": "fp32"}, "bf16", _half, "norm"),
+    Violation(
         "one rank computes in fp32",
         2,
         {"compute": ("bf16", "fp32")},
         "fp32",
         lambda: trained(_net(), region=BF16 if dist.get_rank() == 0 else None),
     ),
-    Breach(
+    Violation(
         "a compiled block in fp32",
         1,
         COMPUTE,
@@ -437,7 +437,7 @@ PLANTS: tuple[Breach, ...] = (
         ),
         "blocks.0",
     ),
-    Breach(
+    Violation(
         "one layer loaded in bf16",
         1,
         PARAMETERS,
@@ -445,7 +445,7 @@ PLANTS: tuple[Breach, ...] = (
         lambda: _changed(lambda net: net.head.to(BF16), BF16),
         "head",
     ),
-    Breach(
+    Violation(
         "an adapter in fp16",
         1,
         PARAMETERS,
@@ -455,7 +455,7 @@ PLANTS: tuple[Breach, ...] = (
         ),
         "adapter",
     ),
-    Breach("bf16 weights without masters", 1, {"masters": "fp32"}, "bf16", _half),
-    Breach("an optimizer's own bf16 states", 1, STATE, "bf16", _an_optimizers_own_bf16),
-    Breach("states of one group in bf16", 1, STATE, "bf16", _states_of_one_group, "head"),
+    Violation("bf16 weights without masters", 1, {"masters": "fp32"}, "bf16", _half),
+    Violation("an optimizer's own bf16 states", 1, STATE, "bf16", _an_optimizers_own_bf16),
+    Violation("states of one group in bf16", 1, STATE, "bf16", _states_of_one_group, "head"),
 )

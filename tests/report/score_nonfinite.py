@@ -1,4 +1,4 @@
-"""How many planted faults three tools name: `first_nonfinite` and the two that people have.
+"""How many planted faults three tools name: `find_first_nonfinite` and the two that people have.
 
 ``python -m tests.report.score_nonfinite [--write]``.
 
@@ -7,7 +7,7 @@ every module and stops at the first output that is not finite; here it goes on, 
 alone would hang the others. torch's set_detect_anomaly raises. Each part of an answer counts by
 itself: operation, module or parameter, forward or backward, ranks. Of the two, an operation counts
 where the class of the module, or the function whose backward returned a NaN, is the right one: one
-of the plant's kernels, or the function in which first_nonfinite saw that kernel.
+of the plant's kernels, or the function in which find_first_nonfinite saw that kernel.
 ``--write`` puts the table into docs/results/nonfinite.md.
 """
 
@@ -55,7 +55,7 @@ class Answer:
 
 def by_first_nonfinite(place: int) -> Answer:
     model, step = build(PLANTS[place])
-    found = distamp.first_nonfinite(step, model)
+    found = distamp.find_first_nonfinite(step, model)
     if found is None:
         return Answer()
     return Answer(
@@ -143,7 +143,7 @@ def on_ranks(function: Callable[[int], Answer], pool: RankPool, place: int) -> A
 
 
 TOOLS: dict[str, Callable[[RankPool, int], Answer]] = {
-    "first_nonfinite": lambda pool, place: on_ranks(by_first_nonfinite, pool, place),
+    "find_first_nonfinite": lambda pool, place: on_ranks(by_first_nonfinite, pool, place),
     "DebugUnderflowOverflow": lambda pool, place: on_ranks(by_hooks, pool, place),
     "set_detect_anomaly": anomaly,
 }
@@ -163,7 +163,7 @@ def main() -> None:
                 sums[tool] = [a + b for a, b in zip(sums[tool], marks, strict=True)]
                 wrong = [part for part, mark in zip(PARTS, marks, strict=True) if not mark]
                 cells.append("right" if not wrong else "not " + ", ".join(wrong))
-                if tool == "first_nonfinite":
+                if tool == "find_first_nonfinite":
                     said = answer.said
                     ops |= {*answer.ops} if marks[0] else set()
                     cells[-1] = f"**{cells[-1]}**" if wrong else cells[-1]
@@ -183,7 +183,7 @@ def main() -> None:
             f"{FIRST_RUN}\n\n"
             f"{datetime.date.today()}, torch {torch.__version__}, two gloo ranks.\n\n"
         )
-        table = ["| fault | in | " + " | ".join(TOOLS) + " | what first_nonfinite says |"]
+        table = ["| fault | in | " + " | ".join(TOOLS) + " | what find_first_nonfinite says |"]
         table += ["|---|" + "---|" * (len(TOOLS) + 2)]
         PAGE.write_text(text + "\n".join([*head, "", *table, *rows]) + "\n")
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel
 
 import distamp
-from distamp import Breaches, Contract, SettingError
+from distamp import ConfigError, ContractReport, PrecisionContract
 from distamp.comm_hooks import register
 from tests.autocast.counting import Calls
 from tests.initialize.nets import train
@@ -36,8 +36,8 @@ WORDS: dict[str, Any] = {
 }
 
 
-def checked(model: nn.Module, region: torch.dtype | None = BF16, **words: Any) -> Breaches:
-    return Contract(**words or WORDS).check(*trained(model, region=region))
+def checked(model: nn.Module, region: torch.dtype | None = BF16, **words: Any) -> ContractReport:
+    return PrecisionContract(**words or WORDS).check(*trained(model, region=region))
 
 
 def test_a_step_as_declared_breaks_nothing_says_what_it_saw_and_leaves_nothing():
@@ -68,13 +68,13 @@ def test_a_whole_model_in_bf16_is_a_line_for_each_word_that_it_breaks():
 
 def test_exceptions_are_by_pattern_and_the_last_that_matches_counts():
     model = Net()
-    distamp.pin_precision(model.head, "fp32")
+    distamp.set_module_precision(model.head, "fp32")
     assert [each.where for each in checked(model, compute="bf16")] == [("head",)]
     assert not checked(model, compute="bf16", modules={"he*": "fp32"})
     words = {"blocks.*": {"compute": "fp16"}, "blocks.1": {"compute": "bf16"}, "head": "fp32"}
     found = checked(model, compute="bf16", modules=words)
     assert [each.where for each in found] == [LINEAR]
-    with pytest.raises(SettingError, match=r"'haed' matches no module .* head"):
+    with pytest.raises(ConfigError, match=r"'haed' matches no module .* head"):
         checked(model, modules={"haed": "fp32"})
 
 
@@ -135,7 +135,7 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
         amp.backward(amp.model(torch.ones(4, 8)).float().mean())
         amp.step()
 
-    names = {*Contract.of(amp.precision, model).modules}
+    names = {*PrecisionContract.of(amp.precision, model).modules}
     assert names == {f"{attribute}.module", "head", "(outside)"}
     found = amp.check(step)
     assert found.seen["parameters"] == {"fp32": 4, "fp16": 2}
@@ -147,13 +147,13 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
 )
 def test_the_names_of_a_levels_contract_are_without_those_of_wrappers(wrap):
     model = wrap(distamp.cast_model(Backbone("module"), "O2"))
-    assert {*Contract.of("O2", model).modules} == {"module.module", "(outside)"}
+    assert {*PrecisionContract.of("O2", model).modules} == {"module.module", "(outside)"}
 
 
 def test_a_module_name_with_brackets_is_no_shell_pattern():
     model = nn.ModuleDict({"a[0]": nn.Linear(2, 2), "a0": nn.Linear(2, 2)})
-    distamp.pin_precision(model["a[0]"], "fp32")
-    contract = Contract.of("bf16", model)
+    distamp.set_module_precision(model["a[0]"], "fp32")
+    contract = PrecisionContract.of("bf16", model)
     assert contract.declared("compute", "a[0]") == ("fp32",)
     assert contract.declared("compute", "a0") == ("bf16",)
 
@@ -167,7 +167,7 @@ def test_norms_written_in_python_are_told_by_their_statistics(take, broken_by):
     rms = NormByHand(lambda x: take(x) * take(x).pow(2).mean(-1, keepdim=True).rsqrt())
     model = nn.Sequential(nn.Linear(16, 16, dtype=BF16), rms)
     step = trained(model, inputs=torch.ones(2, 16, dtype=BF16))
-    assert len(Contract(norms="fp32").check(*step)) == broken_by
+    assert len(PrecisionContract(norms="fp32").check(*step)) == broken_by
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -186,7 +186,7 @@ def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen(
     step()
     before = len(compiles)
     runs.clear()
-    found = Contract(compute="fp32", norms="bf16").check(step, *trains)
+    found = PrecisionContract(compute="fp32", norms="bf16").check(step, *trains)
     assert len(compiles) == before == len(runs) > 1
     places = {place for each in found if each.key == "compute" for place in each.where}
     assert "head" in places
@@ -206,7 +206,7 @@ def test_what_a_compiler_traces_is_not_counted():
 
     counts = []
     for step in (gradient, traced):
-        with Contract(compute="fp32").watch(nn.Linear(2, 2)) as found:
+        with PrecisionContract(compute="fp32").watch(nn.Linear(2, 2)) as found:
             step(x, weight)
         counts.append(found.seen["compute"])
     assert counts[0] == counts[1] != {}
@@ -217,7 +217,7 @@ def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
     found.to_json(tmp_path / "contract.json")
     values = json.loads((tmp_path / "contract.json").read_text())
     assert len(values["breaches"]) == len(found) > 0
-    assert Contract(**values["contract"]) == found.contract
+    assert PrecisionContract(**values["contract"]) == found.contract
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
     ],
 )
 def test_mistakes_are_named(words, says):
-    with pytest.raises(SettingError, match=says):
-        Contract(**words)
+    with pytest.raises(ConfigError, match=says):
+        PrecisionContract(**words)
 
 
 # Ranks and layouts.
@@ -248,7 +248,7 @@ def test_a_planted_breach_is_found(size, place):
     if "OSS" in plant.name:
         pytest.importorskip("fairscale")
     with warnings.catch_warnings(action="ignore"):
-        breaches = Contract(**plant.declared).check(*plant.build())
+        breaches = PrecisionContract(**plant.declared).check(*plant.build())
     assert any(
         each.key in (plant.keys or plant.declared)
         and plant.found in each.found
@@ -264,7 +264,7 @@ def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():
     both = mesh((1, 2), ("dp", "tp"))
     net = parallel(Net(attends=False), both["tp"], sequence=True)
     model = sharded(net, both["dp"], param_dtype=BF16, reduce_dtype=FP32)
-    found = Contract(reduce="fp32", activations="bf16").check(*trained(model))
+    found = PrecisionContract(reduce="fp32", activations="bf16").check(*trained(model))
     (breach,) = found
     assert (breach.key, breach.found, breach.op) == ("reduce", "bf16", "all_reduce")
     assert (breach.where, breach.ranks, breach.group[-3:]) == (("blocks.*",), (0, 1), "[2]")
@@ -284,7 +284,7 @@ def test_a_step_that_raises_on_one_rank_hangs_none():
     says = "^no data$" if torch.distributed.get_rank() else "raised on rank 1: ValueError: no data$"
     for _ in range(2):
         with pytest.raises((ValueError, distamp.DistampError), match=says):
-            Contract().check(fails, *trains)
+            PrecisionContract().check(fails, *trains)
 
 
 @on_ranks(2)
@@ -292,11 +292,13 @@ def test_patterns_have_to_match_on_one_rank_alone():
     """As in a pipeline: each rank has modules that the other has not."""
     model = nn.Sequential()
     model.add_module(f"stage{torch.distributed.get_rank()}", nn.Linear(2, 2))
-    contract = Contract(modules={"stage0": {"compute": "fp32"}, "stage1": {"compute": "bf16"}})
+    contract = PrecisionContract(
+        modules={"stage0": {"compute": "fp32"}, "stage1": {"compute": "bf16"}}
+    )
     (breach,) = contract.check(lambda: model(torch.ones(1, 2)), model)
     assert (breach.where, breach.ranks) == (("stage1",), (1,))
-    with pytest.raises(SettingError, match="'stage2' matches no module"):
-        Contract(modules={"stage2": "fp32"}).check(lambda: None, model)
+    with pytest.raises(ConfigError, match="'stage2' matches no module"):
+        PrecisionContract(modules={"stage2": "fp32"}).check(lambda: None, model)
 
 
 @on_ranks(2)
@@ -330,7 +332,7 @@ def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
     def step() -> None:
         model(torch.ones(4, 64)).sum().backward()
 
-    (breach,) = Contract(gather="fp32", reduce="fp16").check(step, model, hooks=[hook])
+    (breach,) = PrecisionContract(gather="fp32", reduce="fp16").check(step, model, hooks=[hook])
     assert (breach.key, breach.declared, breach.found) == ("gather", ("fp32",), gather)
 
 
@@ -349,9 +351,9 @@ def test_gradients_that_would_grow_in_a_hooks_format_are_no_breach():
 @pytest.mark.parametrize("output", ["the level's", "half"])
 def test_what_pipeline_stages_send_is_what_the_level_makes_them_return(level, output):
     rank, half = dist.get_rank(), torch.float16 if level == "O2" else BF16
-    precision = distamp.Precision.of(level, loss_scale=1.0 if level == "O2" else None)
+    precision = distamp.PrecisionLevel.from_name(level, loss_scale=1.0 if level == "O2" else None)
     if output == "half":
-        precision = precision.replaced(output=half)
+        precision = precision.replace(output=half)
     torch.manual_seed(rank)
     module = distamp.cast_model(nn.Linear(8, 8), precision)
     amp = distamp.initialize(module, torch.optim.SGD(module.parameters(), lr=0.1), precision)
@@ -372,14 +374,14 @@ def test_what_pipeline_stages_send_is_what_the_level_makes_them_return(level, ou
     assert not found, str(found)
     names = {torch.float16: "fp16", BF16: "bf16"}
     assert [*found.seen["activations"]] == ["fp32" if output == "the level's" else names[half]]
-    (breach,) = Contract(activations="fp64").check(step, module)
-    assert "Precision.of(level).replaced(output=dtype)" in breach.fix
+    (breach,) = PrecisionContract(activations="fp64").check(step, module)
+    assert "PrecisionLevel.from_name(level).replace(output=dtype)" in breach.fix
 
 
 @on_ranks(2)
 def test_what_tensor_parallel_modules_send_stays_in_the_levels_dtype():
     """What a level's cast of the output allows outside of modules is no excuse inside."""
     model = parallel(Net(attends=False), mesh((2,), ("tp",)))
-    contract = Contract(activations="bf16", modules={"(outside)": {"activations": "fp32"}})
+    contract = PrecisionContract(activations="bf16", modules={"(outside)": {"activations": "fp32"}})
     found = contract.check(*trained(model))
     assert {(each.key, each.found) for each in found} == {("activations", "fp32")}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distamp.report import Contract, first_nonfinite, lost_updates
+from distamp.report import PrecisionContract, find_first_nonfinite, lost_updates
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
@@ -105,7 +105,7 @@ def test_a_gradient_of_a_step_that_ends_with_a_validation_is_found_not_finite(la
         _validate(model)
         return loss.detach()
 
-    found = first_nonfinite(step, model)
+    found = find_first_nonfinite(step, model)
     assert found is not None
     assert "backward pass" in str(found)
     assert all(param.grad is None for param in _shards(optimizer))
@@ -125,7 +125,7 @@ def test_gradients_of_the_shards_count_before_a_replay_and_are_dropped_for_it(la
         loss.backward()
         return loss.detach()
 
-    found = first_nonfinite(step, model)
+    found = find_first_nonfinite(step, model)
     assert found is not None
     assert found.kind == "unseen"
     assert all(param.grad is None for param in _shards(optimizer))
@@ -144,5 +144,5 @@ def test_parameters_after_a_validation_have_the_dtype_of_their_shards(layout):
         optimizer.zero_grad()
         _validate(model)
 
-    breaches = Contract(parameters="fp32").check(step, model)
+    breaches = PrecisionContract(parameters="fp32").check(step, model)
     assert not breaches, str(breaches)

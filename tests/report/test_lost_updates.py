@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import distamp
-from distamp import SettingError
+from distamp import ConfigError
 from distamp.masters import MasterParameters
 from distamp.report import lost_updates
 from tests.on_ranks import on_ranks
@@ -201,7 +201,7 @@ def that_cannot_be_copied(model: nn.Module) -> Any:
 )
 def test_an_update_that_cannot_be_measured_is_refused(make, says):
     model = net(BF16)
-    with pytest.raises(SettingError, match=f"cannot measure .*({says})"):
+    with pytest.raises(ConfigError, match=f"cannot measure .*({says})"):
         lost_updates(make(model), model)
 
 

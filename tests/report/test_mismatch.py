@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 from distamp.report import mismatch
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
@@ -114,7 +114,7 @@ def test_ranks_with_different_sequences_are_one_batch_in_one_message(empty):
 @on_ranks(2)
 def test_a_mistake_of_one_rank_raises_on_all():
     wrong = dist.get_rank() == 1
-    error, says = (ValueError, r"\(2, 3\), \(2, 4\)") if wrong else (LockstepError, "rank 1")
+    error, says = (ValueError, r"\(2, 3\), \(2, 4\)") if wrong else (RankMismatchError, "rank 1")
     with pytest.raises(error, match=says):
         mismatch(torch.zeros(2, 3), torch.zeros(2, 3 + wrong))
 

@@ -1,4 +1,4 @@
-"""first_nonfinite: the first NaN or inf of a step, by its op, module, rank and direction."""
+"""find_first_nonfinite: the first NaN or inf of a step, by its op, module, rank and direction."""
 
 import copy
 import logging
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 import distamp
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from tests.initialize.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.place import here
@@ -109,7 +109,7 @@ def step_of(model: nn.Module, inputs: Tensor, scale: float = 1.0) -> Callable[[]
 def search(model: nn.Module, inputs: Tensor | None = None, step: Any = None) -> Any:
     """The first non-finite value of a step; None if there is none."""
     step = step or step_of(model, inputs_of() if inputs is None else inputs)
-    return distamp.first_nonfinite(step, model)
+    return distamp.find_first_nonfinite(step, model)
 
 
 def inputs_of(seed: int = 1) -> Tensor:
@@ -268,7 +268,7 @@ def test_a_scaler_that_has_no_scale_yet_makes_no_step_random(kind: Any) -> None:
     """It makes one in the first run alone."""
     model, scaler = nn.Linear(4, 1), kind("cpu", init_scale=2.0**127)
     step = lambda: scaler.scale(model(torch.full((2, 4), 1e3)).sum()).backward()  # noqa: E731
-    found = distamp.first_nonfinite(step, model)
+    found = distamp.find_first_nonfinite(step, model)
     assert found is not None
     assert found.notes == ()
 
@@ -276,7 +276,7 @@ def test_a_scaler_that_has_no_scale_yet_makes_no_step_random(kind: Any) -> None:
 def test_the_line_of_what_amp_scales_is_the_users() -> None:
     model = nn.Linear(4, 1)
     amp = distamp.initialize(model, torch.optim.SGD(model.parameters()), "O1")
-    found = distamp.first_nonfinite(
+    found = distamp.find_first_nonfinite(
         lambda: amp.backward(model(torch.ones(2, 4)).sum() * 1e37), model
     )
     assert found is not None
@@ -336,9 +336,9 @@ def test_a_compiled_step_that_is_finite_has_no_answer(how, fresh_dynamo, caplog)
     model, x = Scaled(), torch.full((2, 8), 3.0)
     call = compiled(model, how, without_casts)
     assert call(x).isfinite().all()
-    assert distamp.first_nonfinite(lambda: call(x).square().mean().backward(), model) is None
+    assert distamp.find_first_nonfinite(lambda: call(x).square().mean().backward(), model) is None
     assert "the compiled step was finite. Its eager replay was not: mul in" in caplog.text
-    eager = distamp.first_nonfinite(lambda: Scaled()(x).square().mean().backward(), model)
+    eager = distamp.find_first_nonfinite(lambda: Scaled()(x).square().mean().backward(), model)
     assert eager is not None, "as the eager run itself is not"
 
 
@@ -349,7 +349,7 @@ def test_a_step_that_only_its_compiler_spoils_is_unseen_and_compilation_is_named
 
     model, x = Affine(), torch.ones(2, 8)
     call = compiled(model, how, spoil)
-    found = distamp.first_nonfinite(lambda: call(x).square().mean().backward(), model)
+    found = distamp.find_first_nonfinite(lambda: call(x).square().mean().backward(), model)
     assert found is not None
     assert found.kind == "unseen"
     assert "compiled code ran eagerly" in str(found)
@@ -412,7 +412,7 @@ def found_in(layout: str, how: str, fault: Any, scale: float = 1.0) -> Any:
     warnings.filterwarnings("ignore")
     model = spread(Net(fault, how), layout)
     inputs = inputs_of(dist.get_rank() if layout != "TP" else 1)
-    found = distamp.first_nonfinite(step_of(model, inputs, scale), model)
+    found = distamp.find_first_nonfinite(step_of(model, inputs, scale), model)
     assert all(each.grad is None for each in model.parameters())
     return found
 
@@ -496,7 +496,7 @@ def test_a_pipeline_is_followed_over_send_and_recv(where: int, kind: str) -> Non
         schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
 
     step()  # which asks for shapes, at first
-    found = distamp.first_nonfinite(step, block)
+    found = distamp.find_first_nonfinite(step, block)
     assert (found.op, found.ranks, found.micro_batch) == (FAULTS[kind].function, (where,), 0)
     assert found.module == ""
 
@@ -605,10 +605,10 @@ def test_a_step_that_raises_on_one_rank_raises_on_all() -> None:
 
     says = "^no data$" if odd else "^the step that is replayed raised on rank 1: ValueError: no"
     with pytest.raises(ValueError if odd else distamp.DistampError, match=says):
-        distamp.first_nonfinite(step, model)
+        distamp.find_first_nonfinite(step, model)
     assert model.weight.grad is None
     odd = False
-    assert distamp.first_nonfinite(step, model) is None
+    assert distamp.find_first_nonfinite(step, model) is None
 
 
 def test_a_batch_that_changed_in_place_is_said() -> None:
@@ -623,9 +623,9 @@ def test_a_batch_that_changed_in_place_is_said() -> None:
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
-    with pytest.raises(TypeError, match="first_nonfinite takes a function that runs forward"):
-        distamp.first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(StageError, match=r"set \.replay = distamp\.StepReplay\(model\) first"):
+    with pytest.raises(TypeError, match="find_first_nonfinite takes a function that runs forward"):
+        distamp.find_first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(CallOrderError, match=r"set \.replay = distamp\.StepReplay\(model\) first"):
         distamp.StepGuard().keep(lambda: None)
     with pytest.raises(TypeError, match=r"replay is a .* or None, not Linear"):
         distamp.StepGuard().replay = nn.Linear(1, 1)  # type: ignore[assignment]

@@ -17,9 +17,9 @@ from distamp import (
     PrecisionReport,
     autocast,
     findings,
-    pin_precision,
     precision_report,
     preflight,
+    set_module_precision,
 )
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, mlp
 from tests.on_ranks import on_ranks
@@ -62,7 +62,7 @@ def test_the_devices_lists_and_a_pins_dtype_show():
         given = [found[op] for op in ("mm", "prod", "tan", "reflection_pad1d")]
         assert given == ["float16", "float32", *wanted]
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    pin_precision(net[1], "bf16")
+    set_module_precision(net[1], "bf16")
     rows = preflight(net, X, "cuda", FP16).report.rows
     half = {row.module: row.outputs for row in rows if row.op == "addmm"}
     assert half == {"0": ("float16",), "1": ("bfloat16",), "2": ("float16",)}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import distamp
-from distamp import Contract
-from distamp.errors import DistampError, LockstepError
+from distamp import PrecisionContract
+from distamp.errors import DistampError, RankMismatchError
 from tests.on_ranks import on_ranks
 
 NAN = float("nan")
@@ -56,9 +56,9 @@ def replay_of_a_scaler(group: Any, bad: bool) -> tuple[int, ...]:
     return replay(group, bad, distamp.DistGradScaler("cpu", process_group=group))
 
 
-def first_nonfinite(group: Any, bad: bool) -> tuple[int, ...]:
+def find_first_nonfinite(group: Any, bad: bool) -> tuple[int, ...]:
     model = net(group)
-    found = distamp.first_nonfinite(
+    found = distamp.find_first_nonfinite(
         lambda: model(inputs(bad)).square().mean().backward(), model, process_group=group
     )
     assert found is not None
@@ -68,7 +68,7 @@ def first_nonfinite(group: Any, bad: bool) -> tuple[int, ...]:
 def contract(group: Any, bad: bool) -> tuple[int, ...]:
     """Of a rank whose parameters are in another precision than was declared."""
     model = nn.Linear(4, 4, dtype=torch.bfloat16 if bad else torch.float32)
-    found = Contract(parameters="fp32").check(lambda: None, model, process_group=group)
+    found = PrecisionContract(parameters="fp32").check(lambda: None, model, process_group=group)
     return tuple(sorted({rank for each in found if each.declared for rank in each.ranks}))
 
 
@@ -90,7 +90,7 @@ def amp_check(group: Any, bad: bool) -> tuple[int, ...]:
 
 TOOLS: dict[str, Callable[[Any, bool], tuple[int, ...]]] = {
     each.__name__: each
-    for each in (replay_of_a_guard, replay_of_a_scaler, first_nonfinite, contract, amp_check)
+    for each in (replay_of_a_guard, replay_of_a_scaler, find_first_nonfinite, contract, amp_check)
 }
 
 
@@ -107,11 +107,11 @@ def test_a_group_waits_for_nobody_else_and_names_its_own_ranks(tool):
 
 
 def checks(model: nn.Module, guard: Any) -> None:
-    Contract(parameters="fp32").check(lambda: None, model)
+    PrecisionContract(parameters="fp32").check(lambda: None, model)
 
 
 def searches(model: nn.Module, guard: Any) -> None:
-    distamp.first_nonfinite(lambda: None, model)
+    distamp.find_first_nonfinite(lambda: None, model)
 
 
 def updates(model: nn.Module, guard: Any) -> None:
@@ -122,15 +122,15 @@ def updates(model: nn.Module, guard: Any) -> None:
 @pytest.mark.parametrize(
     ("calls", "says"),
     [
-        ((checks, searches), ("Contract.check()", "first_nonfinite()")),
-        ((searches, updates), ("first_nonfinite()", "step")),
-        ((updates, checks), ("step", "Contract.check()")),
+        ((checks, searches), ("PrecisionContract.check()", "find_first_nonfinite()")),
+        ((searches, updates), ("find_first_nonfinite()", "step")),
+        ((updates, checks), ("step", "PrecisionContract.check()")),
     ],
 )
 def test_ranks_that_make_different_calls_raise_on_each_and_name_both(calls, says):
     model, guard = nn.Linear(4, 4), distamp.StepGuard()
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(LockstepError) as raised:
+    with pytest.raises(RankMismatchError) as raised:
         calls[dist.get_rank()](model, guard)
     for rank, name in enumerate(says):
         (line,) = [each for each in str(raised.value).splitlines() if f"rank {rank}:" in each]
@@ -138,7 +138,9 @@ def test_ranks_that_make_different_calls_raise_on_each_and_name_both(calls, says
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("call", [Contract(parameters="fp32").check, distamp.first_nonfinite])
+@pytest.mark.parametrize(
+    "call", [PrecisionContract(parameters="fp32").check, distamp.find_first_nonfinite]
+)
 def test_an_error_before_the_step_is_raised_on_every_rank(call):
     model: Any = nn.Linear(4, 4) if dist.get_rank() == 0 else 3
     says = "raised on rank 1: TypeError" if dist.get_rank() == 0 else "int"

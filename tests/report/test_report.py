@@ -257,14 +257,14 @@ def test_what_is_marked_for_a_profiler_is_no_row_of_the_table():
 
 def test_explain_says_why_each_op_ran_as_it_did_and_what_would_change_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
-    distamp.pin_precision(model[2], "fp32")
+    distamp.set_module_precision(model[2], "fp32")
     with precision_report(model) as report:
         with torch.autocast("cpu", dtype=BF16):
             y = model[2](model[1](model[0](torch.ones(2, 4))))
         model[3](y)
     wanted = {
         "0": "linear ran in bf16: autocast cast what it takes from fp32, for its lists have it as "
-        'lower_precision; OpLists(fp32={"linear"}) or pin_precision would change that',
+        'lower_precision; OpLists(fp32={"linear"}) or set_module_precision would change that',
         "1": "layer_norm ran in bf16: it took bf16 and fp32 as it came",
         "2": "linear ran in fp32: the module is pinned to fp32 by 2",
         "3": "linear ran in fp32: no region is on, so it took fp32 as it came",

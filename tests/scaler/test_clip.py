@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 
 from distamp import StepGuard, clip_grad_norm_
-from distamp.errors import GradientError, SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError, GradientError
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -88,7 +88,7 @@ def _clipped(by: str, given: str, *numbers: Any) -> list[Any]:
     )
     loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
     scaler.scale(loss).backward()
-    scaler.add_optimizer(optimizer)
+    scaler.register_optimizers(optimizer)
     if by == "ours" and given == "nothing":
         scaler.unscale_(optimizer)  # which no clip of nothing does
     if by == "torch":
@@ -113,15 +113,15 @@ def test_what_cannot_be_clipped_is_named():
     backward(scaler, parameter, [3.0, 4.0])
     for bad in (-1.0, "much", None, math.nan):
         for name, given in {"max_norm": (bad, 2.0), "norm_type": (1.0, bad)}.items():
-            with pytest.raises(SettingError, match=f"{name} must be >=? 0, not"):
+            with pytest.raises(ConfigError, match=f"{name} must be >=? 0, not"):
                 scaler.clip_grad_norm_(optimizer, *given)
-    with pytest.raises(SettingError, match="norm_type must be > 0, not 0"):
+    with pytest.raises(ConfigError, match="norm_type must be > 0, not 0"):
         scaler.clip_grad_norm_(optimizer, 1.0, 0.0)
     for given in (model.named_parameters(), model.children()):
         with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not (tuple|Linear)"):
             scaler.clip_grad_norm_(given, 1.0)
     model(torch.ones(1)).backward()
-    with pytest.raises(StageError, match="Give clip_grad_norm_ the optimizer"):
+    with pytest.raises(CallOrderError, match="Give clip_grad_norm_ the optimizer"):
         scaler.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -220,7 +220,7 @@ def test_an_overflow_beside_the_clipped_parameters_skips_the_step_and_leaves_the
     """Of one optimizer, of which rank 1 has inf in a parameter that is not clipped."""
     weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
     optimizer, guard = torch.optim.SGD(weights, lr=1.0), StepGuard()
-    guard.add_optimizer(optimizer)
+    guard.register_optimizers(optimizer)
     for overflows in (False, True):
         weights[0].grad = torch.tensor([4.0])
         weights[1].grad = torch.tensor([INF if overflows and dist.get_rank() else 1.0])
@@ -235,7 +235,7 @@ def test_an_overflow_beside_the_clipped_parameters_skips_the_step_and_leaves_the
 def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not():
     (first, one), (second, other) = sgd(0.0, 0.0), sgd(0.0, 0.0)
     scaler = cpu_scaler(4.0)
-    scaler.add_optimizer(one, other)
+    scaler.register_optimizers(one, other)
     scaler.scale(first.sum() + second.sum()).backward()
     scaler.unscale_(one)
     assert scaler.clip_grad_norm_([first, second], 1.0).item() == pytest.approx(2.0)

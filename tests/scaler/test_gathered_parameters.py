@@ -72,7 +72,7 @@ def test_a_clip_takes_the_shards_of_gathered_parameters(layout, grad):
     for name, (make, scale) in CLIPS.items():
         model, made = LAYOUTS[layout](_model()), make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        made.add_optimizer(optimizer)
+        made.register_optimizers(optimizer)
         made.scale(_loss(model)).backward()
         with torch.set_grad_enabled(grad):
             _loss(model)
@@ -96,7 +96,7 @@ def test_a_report_takes_the_shards_of_gathered_parameters(layout, named):
     guard.step(optimizer)
     with torch.no_grad():
         _loss(model)
-    report = guard.overflow_report(model if named == "by a model" else None)
+    report = guard.nonfinite_report(model if named == "by a model" else None)
     names = {overflow.name for overflow in report.overflows}
     assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
@@ -107,7 +107,7 @@ def test_a_torch_without_the_private_names_is_refused_by_name(name):
     """A clip that cannot find shards raises, on every rank, instead of returning 0."""
     model, guard = LAYOUTS["root"](_model()), StepGuard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard.add_optimizer(optimizer)
+    guard.register_optimizers(optimizer)
     _loss(model).backward()
     with torch.no_grad():
         _loss(model)
@@ -169,7 +169,7 @@ def _under_fsdp1(by: str, use_orig_params: bool) -> tuple[nn.Module, Any]:
     )
     make, _ = CLIPS[by]
     made, optimizer = make(), torch.optim.SGD(model.parameters(), lr=0.1)
-    made.add_optimizer(optimizer)
+    made.register_optimizers(optimizer)
     made.scale(_loss(model)).backward()
     _KEPT.append(optimizer)
     return model, distamp.clip_grad_norm_ if by == "function" else made.clip_grad_norm_

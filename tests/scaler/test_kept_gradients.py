@@ -75,7 +75,7 @@ def _run(seed: int) -> None:
     scaler = cpu_scaler(growth_interval=1, init_scale=2.0 ** chance.randrange(4, 16))
     fused = chance.random() < 0.3
     trained = [Trained(fused) for _ in range(chance.choice([1, 2, 3]))]
-    scaler.add_optimizer(*(each.optimizer for each in trained))
+    scaler.register_optimizers(*(each.optimizer for each in trained))
     scaler.scale(torch.zeros(()))
     for _ in range(chance.randrange(3, 10)):
         chosen = [each for each in trained if chance.random() < 0.8]
@@ -117,7 +117,7 @@ def test_an_optimizer_stepped_after_anothers_update(how, masters, added):
     _kept = masters and MasterParameters(b)
     scaler = cpu_scaler(growth_interval=1, fp16_grads="master" if masters else "error")
     if added:
-        scaler.add_optimizer(b)
+        scaler.register_optimizers(b)
     for gradient in (0.25, INF):  # one moves the scale up, the other down
         b.zero_grad()
         backward(scaler, q, 0.25)
@@ -161,7 +161,7 @@ def test_gradients_of_a_new_optimizer_that_another_has_unscaled_are_not_carried_
     backward(scaler, parameter, 0.25)
     scaler.step(optimizer)
     scaler.update()
-    scaler.add_optimizer(torch.optim.SGD([parameter], lr=0.5))
+    scaler.register_optimizers(torch.optim.SGD([parameter], lr=0.5))
     assert parameter.grad is not None
     assert parameter.grad.item() == 0.25
 

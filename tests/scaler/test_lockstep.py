@@ -142,7 +142,7 @@ def test_ranks_that_differ_raise_on_every_rank_what_each_did(ranks2, what, argum
         assert first[1:] == second[1:], "nothing is stepped on one rank alone"
     for error, *_ in (first, second):
         assert error is not None
-        assert error[0] == "LockstepError"
+        assert error[0] == "RankMismatchError"
         assert [words for words in said if words not in error[1]] == [], error
 
 
@@ -191,7 +191,7 @@ def test_an_error_where_a_message_is_due_is_raised_on_every_rank(words):
     assert job.odd or "rank 1" in text
     assert job.first.item() == 0.75
     if words == "FP16 gradients":  # which would be unscaled twice
-        assert error_of(job.scaler.step, job.a)[0] == "StageError"
+        assert error_of(job.scaler.step, job.a)[0] == "CallOrderError"
     if words != "no optimizer this scaler has":  # no rank goes on after such a mistake
         job.scaler.update()
         job.a.param_groups[1:] = []
@@ -253,7 +253,7 @@ def test_ranks_agree_over_a_group_and_its_first_one_names_who_overflowed(by, kin
         assert ("loss scale" in line) is (by == "scaler")
     assert made.stepped(optimizer) is (rank in (1, 3))
     if rank in (0, 2):
-        assert [each.rank for each in made.overflow_report().overflows] == [2]
+        assert [each.rank for each in made.nonfinite_report().overflows] == [2]
 
 
 @on_ranks(2)
@@ -274,7 +274,7 @@ def test_a_group_that_is_gone_is_asked_for(how):
     else:
         dist.destroy_process_group(group)
     name, text = error_of(leaves_out_nothing, job)
-    assert (name, "scaler.process_group" in text) == ("StageError", True)
+    assert (name, "scaler.process_group" in text) == ("CallOrderError", True)
     job.scaler.process_group = None
     leaves_out_nothing(job)
     assert job.first.item() == 0.5

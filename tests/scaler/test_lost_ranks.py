@@ -154,4 +154,4 @@ def test_the_ranks_that_are_left_go_on_in_a_new_group(new_ranks, tmp_path):
         _goes_on_without, str(tmp_path / "store"), may_die=[ODD]
     )
     assert first == third
-    assert first[:4] == ("LockstepError", 0.75, 0.5, 0.75)
+    assert first[:4] == ("RankMismatchError", 0.75, 0.5, 0.75)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from distamp import StepGuard
-from distamp.errors import SettingError, StageError
+from distamp.errors import CallOrderError, ConfigError
 from distamp.scaler import MasterParameters, master_params, masters_of
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -344,15 +344,15 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
     for words, given in refused.items():
         with pytest.raises((ValueError, TypeError), match=words):
             MasterParameters(given)
-    with pytest.raises(StageError, match="closure"):
+    with pytest.raises(CallOrderError, match="closure"):
         optimizer.step(lambda: parameter.float().sum())
     for copied, given in itertools.product((copy.deepcopy, pickle.dumps), (optimizer, masters)):
-        with pytest.raises(StageError, match="cannot be copied or pickled"):
+        with pytest.raises(CallOrderError, match="cannot be copied or pickled"):
             copied(given)
     optimizer.add_param_group({"params": [parameter]})
     with pytest.raises(ValueError, match="has a master"):
         optimizer.step()
-    with pytest.raises(StageError, match="is gone"):
+    with pytest.raises(CallOrderError, match="is gone"):
         one_master()[2].stepped()
 
 
@@ -367,7 +367,7 @@ def test_a_scaler_and_an_optimizer_must_both_know_of_masters(call):
         (master_scaler(), plain, torch.optim.SGD([plain]), r"MasterParameters\(optimizer\) before"),
     ):
         backward(scaler, used, 1.0)
-        with pytest.raises(SettingError, match=says):
+        with pytest.raises(ConfigError, match=says):
             getattr(scaler, call)(holds, *arguments)
         assert used.item() == 1.0
 
@@ -426,7 +426,7 @@ def test_the_state_of_a_parameter_that_thawed_is_loaded_in_float32_or_refused(th
     with (
         pytest.warns(UserWarning, match="masters of 1 parameter were rebuilt")
         if thawed_first
-        else pytest.raises(SettingError, match="to be trained")
+        else pytest.raises(ConfigError, match="to be trained")
     ):
         resumed.step()
 

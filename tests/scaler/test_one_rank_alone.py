@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard, clip_grad_norm_, initialize
-from distamp.errors import LockstepError, StageError
+from distamp.errors import CallOrderError, RankMismatchError
 from distamp.gradients import local_of
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
@@ -58,11 +58,11 @@ class Training:
 
 # The call of rank 0 and the call of rank 1, after a backward pass.
 PAIRS: dict[str, tuple[Callable[[Training], Any], Callable[[Training], Any]]] = {
-    "step(max_norm=1.0, skip_above=None)": (
+    "step(max_norm=1.0, skip_norm_above=None)": (
         lambda t: t.guard.step(t.optimizer),
         lambda t: t.guard.step(t.optimizer, max_norm=1.0),
     ),
-    "step(max_norm=2.0, skip_above=None)": (
+    "step(max_norm=2.0, skip_norm_above=None)": (
         lambda t: t.guard.step(t.optimizer, max_norm=1.0),
         lambda t: t.guard.step(t.optimizer, max_norm=2.0),
     ),
@@ -70,9 +70,9 @@ PAIRS: dict[str, tuple[Callable[[Training], Any], Callable[[Training], Any]]] = 
         lambda t: t.guard.step(t.optimizer, max_norm=1.0),
         lambda t: t.guard.clip_grad_norm_(t.optimizer, 1.0),
     ),
-    "overflow_report()": (
+    "nonfinite_report()": (
         lambda t: t.guard.step(t.optimizer),
-        lambda t: t.guard.overflow_report(),
+        lambda t: t.guard.nonfinite_report(),
     ),
 }
 
@@ -86,7 +86,7 @@ def test_different_calls_raise_on_every_rank_with_both_names(call, fused, by):
     before = training.weights()
     training.backward()
     name, text = error_of(PAIRS[call][training.odd], training)
-    assert name == "LockstepError"
+    assert name == "RankMismatchError"
     assert f"rank 1: call={call!r}" in text
     assert "rank 0: call='step" in text
     assert training.weights() == before
@@ -99,11 +99,11 @@ def test_a_report_on_one_rank_meets_the_update_of_the_others(layout, by):
     training = Training(by, layout)
     training.backward(INF)
     training.guard.step(training.optimizer)
-    call = training.guard.overflow_report if training.odd else training.guard.update
+    call = training.guard.nonfinite_report if training.odd else training.guard.update
     name, text = error_of(call)
-    assert name == "LockstepError"
+    assert name == "RankMismatchError"
     assert "rank 0: call='update()'" in text
-    assert "rank 1: call='overflow_report()'" in text
+    assert "rank 1: call='nonfinite_report()'" in text
 
 
 @on_ranks(2)
@@ -113,8 +113,8 @@ def test_ranks_that_catch_the_error_of_a_report_on_one_rank_train_on(layout, by)
     training = Training(by, layout)
     training.backward(INF)
     training.guard.step(training.optimizer)
-    call = training.guard.overflow_report if training.odd else training.guard.update
-    assert error_of(call)[0] == "LockstepError"
+    call = training.guard.nonfinite_report if training.odd else training.guard.update
+    assert error_of(call)[0] == "RankMismatchError"
     training.guard.update()
     training.iteration()
     assert training.guard.step_counts(training.optimizer).taken == 2
@@ -126,20 +126,20 @@ def test_a_local_report_sends_nothing():
     training.backward(INF)
     training.guard.step(training.optimizer)
     if training.odd:
-        report = training.guard.overflow_report(local=True)
+        report = training.guard.nonfinite_report(local=True)
         assert {overflow.rank for overflow in report.overflows} == {1}
     training.guard.update()
     training.iteration()
-    with pytest.raises(StageError, match=r"local=True\) found no inf or NaN .* of rank"):
-        training.guard.overflow_report(local=True)
+    with pytest.raises(CallOrderError, match=r"local=True\) found no inf or NaN .* of rank"):
+        training.guard.nonfinite_report(local=True)
 
 
 # The call of rank 0, beside a clip without a guard on rank 1.
 BESIDE_A_CLIP: dict[str, Callable[[Training], Any]] = {
     "step": lambda t: t.guard.step(t.optimizer),
-    "step(max_norm=1.0, skip_above=None)": lambda t: t.guard.step(t.optimizer, max_norm=1.0),
+    "step(max_norm=1.0, skip_norm_above=None)": lambda t: t.guard.step(t.optimizer, max_norm=1.0),
     "clip_grad_norm_": lambda t: t.guard.clip_grad_norm_(t.optimizer, 1.0),
-    "overflow_report()": lambda t: t.guard.overflow_report(),
+    "nonfinite_report()": lambda t: t.guard.nonfinite_report(),
 }
 
 
@@ -155,7 +155,7 @@ def test_a_clip_without_a_guard_beside_another_call_raises_on_every_rank(call, l
         name, text = error_of(clip_grad_norm_, training.optimizer, 1.0)
     else:
         name, text = error_of(BESIDE_A_CLIP[call], training)
-    assert name == "LockstepError"
+    assert name == "RankMismatchError"
     assert f"rank 0: call={call!r}" in text
     assert "rank 1: call='distamp.clip_grad_norm_(max_norm=1.0" in text
     assert "iteration" not in text
@@ -169,7 +169,7 @@ def test_clips_without_a_guard_that_differ_raise_on_every_rank():
     equal = [1, torch.tensor(1.0)][training.odd]
     clip_grad_norm_(training.optimizer, equal)
     name, text = error_of(clip_grad_norm_, training.optimizer, 1.0 + training.odd)
-    assert name == "LockstepError"
+    assert name == "RankMismatchError"
     assert "max_norm=2.0" in text
 
 
@@ -261,13 +261,13 @@ def test_an_error_where_no_message_is_due_is_raised_with_the_next_one(wrong, by)
     training.guard.unscale_(training.optimizer)
     training.guard.step(training.optimizer)
     if training.odd and wrong == "step":
-        assert error_of(training.guard.step, training.optimizer)[0] == "StageError"
+        assert error_of(training.guard.step, training.optimizer)[0] == "CallOrderError"
     if training.odd and wrong == "update":
-        assert error_of(training.guard.update, -1.0)[0] == "SettingError"
+        assert error_of(training.guard.update, -1.0)[0] == "ConfigError"
     training.guard.update()
     training.backward()
     name, text = error_of(training.guard.unscale_, training.optimizer)
-    assert name == ("StageError" if wrong == "step" else "SettingError")
+    assert name == ("CallOrderError" if wrong == "step" else "ConfigError")
     assert "(raised on rank 1 in a call that sends nothing" in text
 
 
@@ -280,8 +280,8 @@ def test_an_error_that_all_ranks_make_alike_leaves_all_as_they_were(unscales, by
     if unscales:
         training.guard.unscale_(training.optimizer)
     training.guard.step(training.optimizer)
-    assert error_of(training.guard.step, training.optimizer)[0] == "StageError"
-    assert error_of(training.guard.unscale_, training.optimizer)[0] == "StageError"
+    assert error_of(training.guard.step, training.optimizer)[0] == "CallOrderError"
+    assert error_of(training.guard.unscale_, training.optimizer)[0] == "CallOrderError"
     assert training.guard.stepped(training.optimizer)
     training.guard.update()
     training.iteration(max_norm=1.0)
@@ -303,7 +303,7 @@ def test_a_step_without_a_gradient_on_any_rank_raises_on_every_rank(max_norm, fu
     training = Training(by, layout, fused)
     training.optimizer.zero_grad()
     name, text = error_of(training.guard.step, training.optimizer, max_norm=max_norm)
-    assert name == "StageError"
+    assert name == "CallOrderError"
     assert text.startswith("No inf checks were recorded for this optimizer. No rank has a gradient")
     training.iteration(max_norm=max_norm)
     assert training.guard.step_counts(training.optimizer).taken == 2
@@ -380,7 +380,9 @@ def test_optimizers_that_are_all_idle_raise(max_norm):
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     training.optimizer.zero_grad()
     both = [training.optimizer, other]
-    with pytest.raises(StageError, match=r"No rank has a gradient of .*, nor of the other 1 in"):
+    with pytest.raises(
+        CallOrderError, match=r"No rank has a gradient of .*, nor of the other 1 in"
+    ):
         training.guard.step_all(both, max_norm=max_norm)
     training.iteration()
 
@@ -396,14 +398,14 @@ def test_a_step_without_gradients_that_sends_no_message_is_raised_with_the_next_
     training.guard.unscale_(training.optimizer, idle)
     training.guard.step(training.optimizer)
     if training.odd or all_ranks:
-        assert error_of(training.guard.step, idle)[0] == "StageError"
+        assert error_of(training.guard.step, idle)[0] == "CallOrderError"
     training.guard.update()
     if all_ranks:
         training.iteration()
         return
     training.backward()
     name, text = error_of(training.guard.step, training.optimizer)
-    assert name == "StageError"
+    assert name == "CallOrderError"
     assert "No rank has a gradient" in text
     assert "(raised on rank 1 in a call that sends nothing" in text
 
@@ -443,7 +445,7 @@ def test_a_step_that_raised_on_one_rank_is_raised_on_all_by_its_next_message(
     training.guard.update()
     for _ in range(2):  # until a state is loaded
         training.backward()
-        with pytest.raises(LockstepError, match="the replicas have diverged") as caught:
+        with pytest.raises(RankMismatchError, match="the replicas have diverged") as caught:
             training.guard.step(training.optimizer, max_norm=max_norm)
         assert "rank 1: step 2 of AdamW over 2 parameters" in str(caught.value)
         assert type(failure).__name__ in str(caught.value)

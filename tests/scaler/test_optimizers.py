@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import DistGradScaler
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.scaler import StepCounts
 from tests.scaler.steps import (
     INF,
@@ -220,7 +220,9 @@ def test_after_a_step_that_raised_no_scaled_gradient_is_taken_for_an_unscaled_on
     optimizer = Breaks([parameter], lr=1.0)
     with pytest.raises(MemoryError):
         iteration(scaler, optimizer, parameter, 0.5, **settings)
-    with pytest.raises(StageError, match=r"After one that raised, call zero_grad\(\) and update"):
+    with pytest.raises(
+        CallOrderError, match=r"After one that raised, call zero_grad\(\) and update"
+    ):
         iteration(scaler, optimizer, parameter, 0.25, **settings)
     scaler.update()
     iteration(scaler, optimizer, parameter, 0.25, **settings)
@@ -230,7 +232,7 @@ def test_after_a_step_that_raised_no_scaled_gradient_is_taken_for_an_unscaled_on
 def test_what_is_no_optimizer_is_named():
     (parameter, optimizer), scaler = sgd(), cpu_scaler()
     backward(scaler, parameter, 0.25)
-    calls = (scaler.unscale_, scaler.step, scaler.add_optimizer)
+    calls = (scaler.unscale_, scaler.step, scaler.register_optimizers)
     for wrong, call in itertools.product(([optimizer], parameter, None), calls):
         with pytest.raises(TypeError, match=f"an optimizer, not {type(wrong).__name__}"):
             call(wrong)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distamp import StepGuard
-from distamp.errors import LossScaleCollapse, StageError
+from distamp.errors import CallOrderError, LossScaleCollapseError
 from distamp.guard import overflow
 from distamp.scaler import MasterParameters
 from tests.on_ranks import on_ranks
@@ -50,7 +50,7 @@ def test_a_report_counts_and_names_and_is_a_table_for_people():
     optimizer = by_its_parameters(model)
     step(scaler, model, optimizer, {"first.weight": WEIGHT, "second.bias": torch.full((1,), NAN)})
     scaler.update()
-    report = scaler.overflow_report(model)
+    report = scaler.nonfinite_report(model)
     assert scaler.get_scale() == 512.0, "and the report names that of the overflow"
     # The step unscaled the gradients: 4096 / 1024.
     assert rows(report) == [("first.weight", 0, 2, 1, 6, 4.0), ("second.bias", 0, 0, 1, 1, 0.0)]
@@ -81,7 +81,7 @@ def test_names_come_from_the_model_the_scaler_or_the_optimizer(by, masters):
     optimizer = NAMED[by](model)
     _kept = masters and MasterParameters(optimizer)
     step(scaler, model, optimizer, {"second.weight": torch.full((1, 3), INF)})
-    report = scaler.overflow_report(model if by == "report" else None)
+    report = scaler.nonfinite_report(model if by == "report" else None)
     expected = "group 1, parameter 0" if by == "nothing" else "second.weight"
     assert [row[0] for row in rows(report)] == [expected]
 
@@ -99,7 +99,7 @@ def test_a_report_covers_every_optimizer_and_kind_of_gradient():
     ]
     scaler.step_all(optimizers)
     # A fused step leaves the gradient scaled.
-    assert [row[2:] for row in rows(scaler.overflow_report())] == [
+    assert [row[2:] for row in rows(scaler.nonfinite_report())] == [
         (1, 0, 1, 0.0),
         (0, 1, 1, 0.0),
         (1, 0, 2, 256.0),
@@ -131,15 +131,15 @@ def test_every_rank_gets_the_report_of_all_ranks_or_an_error_that_says_when_to_c
     optimizer = by_its_parameters(model)
     step(scaler, model, optimizer, {"first.weight": WEIGHT} if dist.get_rank() in bad else {})
     if bad:
-        found = rows(scaler.overflow_report())
+        found = rows(scaler.nonfinite_report())
         assert found == [("group 0, parameter 0", rank, 2, 1, 6, 4.0) for rank in bad]
         return
     with pytest.raises(
-        StageError,
+        CallOrderError,
         match=r"no inf or NaN in any gradient of any rank.*"
         r"after a skipped step and before zero_grad\(\)",
     ):
-        scaler.overflow_report()
+        scaler.nonfinite_report()
 
 
 @on_ranks(2)
@@ -230,7 +230,7 @@ def test_an_error_while_one_rank_names_a_parameter_is_logged_and_hangs_no_other(
     assert len(lines) == (dist.get_rank() == 0)
 
 
-# -- LossScaleCollapse -----------------------------------------------------------------------------
+# -- LossScaleCollapseError ------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -239,15 +239,15 @@ def test_the_skip_in_a_row_that_reaches_the_limit_raises_and_the_user_may_go_on(
     (parameter, optimizer), scaler = sgd(), cpu_scaler(max_consecutive_skips=3)
     for bad in (INF, INF, 0.25, INF, INF):
         iteration(scaler, optimizer, parameter, bad if dist.get_rank() == 1 else 0.25)
-    with pytest.raises(LossScaleCollapse) as error:
+    with pytest.raises(LossScaleCollapseError) as error:
         iteration(scaler, optimizer, parameter, NAN if dist.get_rank() == 1 else 0.25)
     for words in (
         "3 steps in a row were skipped",
         "at loss scale 64",
-        "overflow_report() on every",
+        "nonfinite_report() on every",
     ):
         assert words in str(error.value)
-    assert rows(scaler.overflow_report()) == [("group 0, parameter 0", 1, 0, 1, 1, 0.0)]
+    assert rows(scaler.nonfinite_report()) == [("group 0, parameter 0", 1, 0, 1, 1, 0.0)]
     scaler.update(64.0)
     iteration(scaler, optimizer, parameter, 0.25)
     assert (parameter.item(), scaler.step_counts(optimizer).skipped) == (0.5, 5)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distamp.scaler import HysteresisSchedule, MasterParameters, StepCounts
+from distamp.scaler import HysteresisLossScale, MasterParameters, StepCounts
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
 
@@ -74,7 +74,7 @@ def _trained(way: str, compiled: bool) -> Any:
         sgd(),
         cpu_scaler(growth_interval=1),
     )
-    scaler.add_optimizer(optimizer, late)
+    scaler.register_optimizers(optimizer, late)
 
     def train(gradient: Tensor) -> None:
         optimizer.zero_grad()
@@ -129,7 +129,7 @@ def _stepped(fused: bool, settings: dict[str, Any]) -> list[Any]:
     "settings",
     [
         {"growth_interval": 1},
-        {"schedule": HysteresisSchedule(hysteresis=2)},
+        {"schedule": HysteresisLossScale(hysteresis=2)},
         {"fp16_grads": "master"},
     ],
     ids=["dynamic", "hysteresis", "masters"],

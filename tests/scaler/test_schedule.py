@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distamp.scaler import (
-    DynamicSchedule,
-    HysteresisSchedule,
+    DynamicLossScale,
+    HysteresisLossScale,
+    LossScale,
     ScaleState,
-    Schedule,
 )
 
 few = settings(max_examples=40, deadline=None)
@@ -23,7 +23,7 @@ histories = st.lists(st.booleans(), min_size=1, max_size=60)
 counts = st.integers(1, 4)
 
 
-def scales(schedule: Schedule, overflows: list[bool], scale: float = 65536.0) -> list[float]:
+def scales(schedule: LossScale, overflows: list[bool], scale: float = 65536.0) -> list[float]:
     """The scale after each iteration; no state is written to."""
     state, seen = ScaleState.initial(scale, 0, schedule.initial_hysteresis, torch.device("cpu")), []
     for overflow in overflows:
@@ -55,7 +55,7 @@ def deepspeed(
 @given(histories, counts, counts, st.booleans())
 @few
 def test_hysteresis_is_megatrons_and_deepspeeds_rule(overflows, interval, hysteresis, consecutive):
-    schedule = HysteresisSchedule(
+    schedule = HysteresisLossScale(
         growth_interval=interval,
         hysteresis=hysteresis,
         consecutive=consecutive,
@@ -66,10 +66,10 @@ def test_hysteresis_is_megatrons_and_deepspeeds_rule(overflows, interval, hyster
 
 
 def test_the_scale_never_leaves_its_bounds():
-    for kind in (DynamicSchedule, HysteresisSchedule):
+    for kind in (DynamicLossScale, HysteresisLossScale):
         schedule = kind(growth_interval=1)
         assert min(scales(schedule, [True] * 100)) == 2.0**-24 < 1e-5, "where guards have fired"
         assert max(scales(schedule, [False] * 300, 2.0**-13)) == 2.0**127
-    bounded = DynamicSchedule(3.0, 0.3, 1, min_scale=100.0, max_scale=1000.0)
+    bounded = DynamicLossScale(3.0, 0.3, 1, min_scale=100.0, max_scale=1000.0)
     found = scales(bounded, [False] * 3 + [True] * 3 + [False], 500.0)
     assert found == pytest.approx([1000.0, 1000.0, 1000.0, 300.0, 100.0, 100.0, 300.0])

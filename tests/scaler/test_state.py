@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from distamp import DistGradScaler
-from distamp.errors import LossScaleCollapse, SettingError
-from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
+from distamp.errors import ConfigError, LossScaleCollapseError
+from distamp.scaler import DynamicLossScale, HysteresisLossScale, StaticLossScale
 from tests.scaler.steps import (
     INF,
     cpu_scaler,
@@ -32,12 +32,12 @@ BEFORE = (0.25, 3.0, INF, 0.25, 0.25, 0.5, INF, 0.25)
 AFTER = (0.25, 0.25, INF, INF, 0.25, 0.25, 0.25, 0.25)
 OURS = "distamp_guard"
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
-SCHEDULES: dict[str, Any] = {
+LOSS_SCALES: dict[str, Any] = {
     "default": None,
-    "dynamic": DynamicSchedule(3.0, 0.25, 3, 2.0, 2.0**20),
-    "hysteresis": HysteresisSchedule(growth_interval=3, hysteresis=3),
-    "consecutive": HysteresisSchedule(growth_interval=3, hysteresis=2, consecutive=True),
-    "static": StaticSchedule(),
+    "dynamic": DynamicLossScale(3.0, 0.25, 3, 2.0, 2.0**20),
+    "hysteresis": HysteresisLossScale(growth_interval=3, hysteresis=3),
+    "consecutive": HysteresisLossScale(growth_interval=3, hysteresis=2, consecutive=True),
+    "static": StaticLossScale(),
 }
 
 
@@ -53,7 +53,7 @@ def train(scaler: Any, gradients: Sequence[float]) -> list[list[float]]:
 def _scaler(name: str, init_scale: float = 1024.0) -> Any:
     if name == "torch":
         return torch_scaler(init_scale, growth_interval=5)
-    return cpu_scaler(init_scale, schedule=SCHEDULES[name])
+    return cpu_scaler(init_scale, schedule=LOSS_SCALES[name])
 
 
 def _five(state: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _saved(scaler: Any, folder: Path) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is (disabled|unavailable)")
-@pytest.mark.parametrize("by", ["torch", *SCHEDULES])
+@pytest.mark.parametrize("by", ["torch", *LOSS_SCALES])
 def test_a_state_has_torchs_keys_and_one_of_ours_and_loads_into_any_scaler(by, tmp_path):
     for used in ((), BEFORE):
         source = _scaler(by)
@@ -82,7 +82,7 @@ def test_a_state_has_torchs_keys_and_one_of_ours_and_loads_into_any_scaler(by, t
         assert {k: type(v) for k, v in five.items()} == {k: type(v) for k, v in theirs.items()}
         assert five == theirs or used or by != "default"
         written = _saved(source, tmp_path / str(len(used)))
-        for into, loaded in itertools.product(["torch", *SCHEDULES], written):
+        for into, loaded in itertools.product(["torch", *LOSS_SCALES], written):
             target = _scaler(into, 2.0)
             train(target, (0.25, INF))
             target.load_state_dict(loaded)
@@ -90,7 +90,7 @@ def test_a_state_has_torchs_keys_and_one_of_ours_and_loads_into_any_scaler(by, t
             assert "torch" in (by, into) or target.state_dict() == state
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LOSS_SCALES)
 def test_states_copies_and_pickles_go_on_as_if_nothing_had_happened(name):
     for after in range(len(BEFORE)):
         source = _scaler(name)
@@ -106,7 +106,7 @@ def test_states_copies_and_pickles_go_on_as_if_nothing_had_happened(name):
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_a_state_of_an_earlier_version_loads_and_goes_on(file):
     written = json.loads(file.read_text())
-    scaler = cpu_scaler(2.0, schedule=SCHEDULES.get(file.stem.split("-")[-1]))
+    scaler = cpu_scaler(2.0, schedule=LOSS_SCALES.get(file.stem.split("-")[-1]))
     scaler.load_state_dict(written["state"])
     assert (scaler.get_scale(), train(scaler, AFTER)) == (
         written["state"]["scale"],
@@ -125,7 +125,7 @@ def test_apexs_state_gives_scale_and_count(state):
     scaler.load_state_dict(state)
     assert list(_five(scaler.state_dict()).values()) == [4096.0, 4.0, 0.5, 5, 3]
     assert [scale for _, scale in train(scaler, (0.0, 0.0))] == [4096.0, 16384.0]
-    with pytest.raises(SettingError, match=r"2 of Apex's loss scalers.*state\['loss_scaler0'\]"):
+    with pytest.raises(ConfigError, match=r"2 of Apex's loss scalers.*state\['loss_scaler0'\]"):
         scaler.load_state_dict({"loss_scaler0": ONE, "loss_scaler1": ONE})
 
 
@@ -155,7 +155,7 @@ def test_a_pickle_and_a_copy_keep_settings_and_what_a_subclass_added():
         parameter = leaf(1.0, dtype=torch.float16)
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         iteration(twin, optimizer, parameter, 0.25)
-        with pytest.raises(LossScaleCollapse):
+        with pytest.raises(LossScaleCollapseError):
             iteration(twin, optimizer, parameter, INF)
         assert (type(twin), twin._ranks, parameter.item()) == (Subclass, ["a"], 0.75)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from distamp.errors import StageError
+from distamp.errors import CallOrderError
 from distamp.scaler import StepCounts
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, leaf, sgd, torch_scaler
 
@@ -25,9 +25,9 @@ from tests.scaler.steps import INF, NAN, backward, cpu_scaler, leaf, sgd, torch_
 def test_a_step_without_any_gradient_raises_as_torchs_does(parameters, max_norm):
     optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), cpu_scaler(growth_interval=1)
     scaler.scale(torch.ones(()))
-    with pytest.raises(StageError, match=r"No inf checks were recorded for this optimizer\."):
+    with pytest.raises(CallOrderError, match=r"No inf checks were recorded for this optimizer\."):
         scaler.step(optimizer, max_norm=max_norm)
-    with pytest.raises(StageError, match=r"No inf checks were recorded prior to update\."):
+    with pytest.raises(CallOrderError, match=r"No inf checks were recorded prior to update\."):
         scaler.update()
 
 
@@ -106,9 +106,9 @@ def test_a_step_passes_arguments_on_and_returns_what_the_optimizer_returns():
 def test_what_is_told_of_each_iteration_and_before_its_time():
     (parameter, optimizer), scaler = sgd(), cpu_scaler()
     for question in (scaler.stepped, scaler.found_inf, scaler.step_counts):
-        with pytest.raises(StageError, match=rf"{question.__name__}\(\) was called before"):
+        with pytest.raises(CallOrderError, match=rf"{question.__name__}\(\) was called before"):
             question(optimizer)
-    scaler.add_optimizer(optimizer)
+    scaler.register_optimizers(optimizer)
     assert scaler.step_counts(optimizer) == StepCounts(taken=0, skipped=0)
     for gradient, bad in ((0.0, 0.0), (INF, 1.0), (0.0, 0.0), (NAN, 1.0)):
         optimizer.zero_grad()

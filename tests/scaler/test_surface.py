@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import distamp
 from distamp import DistGradScaler, StepGuard
-from distamp.errors import SettingError, StageError
-from distamp.scaler import DynamicSchedule, HysteresisSchedule, StaticSchedule
+from distamp.errors import CallOrderError, ConfigError
+from distamp.scaler import DynamicLossScale, HysteresisLossScale, StaticLossScale
 from tests.scaler.steps import INF, NAN, cpu_scaler, torch_scaler
 
 # -- names -----------------------------------------------------------------------------------------
@@ -34,8 +34,8 @@ def test_the_class_is_torchs_with_its_names_and_positions():
     assert [p.name for p in same] == [p.name for p in torchs]
     assert [p.default for p in same[1:]] == [p.default for p in torchs[1:]]
     assert all(p.kind is p.KEYWORD_ONLY for p in more)
-    assert issubclass(StageError, (RuntimeError, AssertionError))
-    assert {ValueError, AssertionError} <= {*SettingError.__mro__}
+    assert issubclass(CallOrderError, (RuntimeError, AssertionError))
+    assert {ValueError, AssertionError} <= {*ConfigError.__mro__}
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -58,18 +58,18 @@ BAD: dict[str, list[Any]] = {
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_refused_by_name_and_value_wherever_it_is_given(setting):
     cpu = functools.partial(DistGradScaler, "cpu")
-    make, scaler = HysteresisSchedule if setting == "hysteresis" else cpu, cpu_scaler()
+    make, scaler = HysteresisLossScale if setting == "hysteresis" else cpu, cpu_scaler()
     setter = getattr(scaler, f"set_{setting}", None)
     for value in BAD[setting]:
-        with pytest.raises(SettingError) as caught:
+        with pytest.raises(ConfigError) as caught:
             make(**{setting: value})
         said = str(caught.value)
         assert setting in said.replace(" factor", "_factor"), value
         assert repr(value) in said or repr(float(value)) in said
         if setter is not None:
-            with pytest.raises(SettingError):
+            with pytest.raises(ConfigError):
                 setter(value)
-            with pytest.raises(SettingError):
+            with pytest.raises(ConfigError):
                 setattr(scaler, f"_{setting}", value)
             assert getattr(scaler, f"get_{setting}")() == getattr(cpu_scaler(), f"get_{setting}")()
 
@@ -77,16 +77,16 @@ def test_a_bad_setting_is_refused_by_name_and_value_wherever_it_is_given(setting
 # Arguments beside ``device="cpu"``, or other devices.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
-        ({"schedule": StaticSchedule(), **setting}, SettingError, "belong to the schedule")
+        ({"schedule": StaticLossScale(), **setting}, ConfigError, "belong to the schedule")
         for setting in ({"growth_factor": 3.0}, {"growth_interval": 5}, {"min_scale": 1.0})
     ),
     (
-        {"init_scale": 0.5, "schedule": DynamicSchedule(min_scale=1.0)},
-        SettingError,
+        {"init_scale": 0.5, "schedule": DynamicLossScale(min_scale=1.0)},
+        ConfigError,
         "init_scale must be between .*min_scale=1.0",
     ),
-    ({"schedule": "static"}, TypeError, "schedule must be a Schedule, not"),
-    ({"schedule": StaticSchedule}, TypeError, "schedule must be a Schedule, not"),
+    ({"schedule": "static"}, TypeError, "schedule must be a LossScale, not"),
+    ({"schedule": StaticLossScale}, TypeError, "schedule must be a LossScale, not"),
     ({"named_parameters": nn.Linear(1, 1)}, TypeError, "pairs of name and parameter"),
     ({"named_parameters": nn.Linear(1, 1).parameters()}, TypeError, "pairs of name and parameter"),
     ({"process_group": "gloo"}, TypeError, "must be a ProcessGroup, a DeviceMesh or None"),
@@ -94,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": 65536.0}, TypeError, "init_scale=65536.0"),
     ({"device": "cdua"}, ValueError, "'cdua' is not a device"),
     ({"device": ["cpu"]}, TypeError, "device must be a device type"),
-    ({"device": "mps"}, SettingError, "MPS has no float64"),
+    ({"device": "mps"}, ConfigError, "MPS has no float64"),
 ]
 
 
@@ -120,7 +120,7 @@ def test_without_an_accelerator_none_is_cpu_and_cuda_warns_and_disables_as_torch
 
 
 def test_a_guard_is_refused_on_mps_too():
-    with pytest.raises(SettingError, match=r"MPS has no float64"):
+    with pytest.raises(ConfigError, match=r"MPS has no float64"):
         StepGuard()._lazy_init_scale_growth_tracker(torch.device("mps"))
 
 
@@ -146,7 +146,7 @@ def test_update_refuses_what_is_no_scale_and_changes_nothing():
         scaler.update(4.0)
     scaler.scale(torch.tensor(1.0))
     for new_scale in (*bad, *tensors):
-        with pytest.raises(SettingError, match=r"new_scale|float or a 1-element"):
+        with pytest.raises(ConfigError, match=r"new_scale|float or a 1-element"):
             scaler.update(new_scale)
     assert scaler.get_scale() == 1024.0
 

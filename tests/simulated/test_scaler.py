@@ -141,7 +141,7 @@ def _waits_for_nothing(by: str, group: bool, calls: dict[str, Any]) -> int:
     x = torch.ones(2, 8, device=here())
     # DDP itself reads on the host when it puts its buckets in order, in the second step.
     factors = [torch.full((), f, device=here()) for f in (1.0, 1.0, 1.0, INF, 1.0)]
-    given = {**calls, **({"skip_above": torch.full((), 1e6, device=here())} if calls else {})}
+    given = {**calls, **({"skip_norm_above": torch.full((), 1e6, device=here())} if calls else {})}
     kinds = [kind for kind in ALL_SYNCS if not (group and kind == "event")]
     for number, factor in enumerate(factors):
         with refuse(*kinds if number > 1 else ("no_meta",)):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import DistGradScaler, StepGuard, host
-from distamp.errors import LockstepError
+from distamp.errors import RankMismatchError
 from distamp.masters import MasterParameters
 from distamp.precision import LEVELS
 from tests.on_ranks import on_devices
@@ -72,7 +72,7 @@ WRONG: dict[str, Callable[[Any, Any], None]] = {
     "other scales": _other_scales,
     # By one the step is a spike, by the other it is none.
     "other limits": lambda made, optimizer: made.step(
-        optimizer, skip_above=torch.full((), 0.5 + dist.get_rank(), device="sim")
+        optimizer, skip_norm_above=torch.full((), 0.5 + dist.get_rank(), device="sim")
     ),
     "other norms": lambda made, optimizer: made.step(optimizer, max_norm=9.0 + dist.get_rank()),
     "max_norm of all": lambda made, optimizer: made.step(optimizer, max_norm=-1.0),
@@ -97,7 +97,7 @@ def test_a_fused_step_out_of_lockstep_or_in_error_is_taken_by_nobody(by, what):
         try:
             WRONG[what](made, optimizer) if number == 1 else made.step(optimizer)
             made.update()
-        except (LockstepError, ValueError):
+        except (RankMismatchError, ValueError):
             raised = True
             break
     assert (weight.item(), raised) == (0.75, True)
@@ -179,7 +179,7 @@ def test_one_rank_may_ask_for_the_counts_of_fused_steps():
     scaler.scale((weight * 0.25).sum()).backward()
     error = error or error_of(scaler.step, optimizer)
     assert error is not None
-    assert error[0] == "LossScaleCollapse"
+    assert error[0] == "LossScaleCollapseError"
 
 
 @on_devices(2)
@@ -217,9 +217,9 @@ def test_a_clip_on_one_rank_beside_a_fused_step_raises_on_every_rank(by):
         error = error_of(distamp.clip_grad_norm_, optimizer, 1.0)
     else:
         guard.clip_grad_norm_(optimizer, 1.0)
-        error = error_of(guard.overflow_report)
+        error = error_of(guard.nonfinite_report)
     assert error is not None
-    assert error[0] == "LockstepError"
+    assert error[0] == "RankMismatchError"
     assert "rank 0: call='step'" in error[1]
     assert "clip_grad_norm_" in error[1]
     assert weight.item() == 0.5

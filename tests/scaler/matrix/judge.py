@@ -34,7 +34,7 @@ def complaints(
         for number in range(min(lengths)):
             members = [(rank, ranks[rank][number]) for rank in ranks_of_domain]
             if number == len(program.iterations) - 1 and parted(program, members):
-                wrong = _judge_error(members, ("LockstepError", ""))
+                wrong = _judge_error(members, ("RankMismatchError", ""))
             elif any(outcome.error for _, outcome in members):
                 wrong = _judge_error(members, refused)
             else:
