@@ -29,7 +29,7 @@ def time_steps(parameters: int, buckets: int, rounds: int) -> Timings:
         scaler.scale(torch.ones(()))
         if name == "with":
             state, count = comm_hooks.CommHook("int8"), parameters // buckets
-            scaler.attach(state)
+            scaler.attach_comm_hook(state)
             for start in range(0, parameters, count):
                 bucket = made[start : start + count]
                 state.average(torch.ones(NUMEL * len(bucket)), bucket).wait()

@@ -164,19 +164,19 @@ def choose_all_unscaled(optimizers: Iterable[Any]) -> Chosen:
 
     A tensor that two of them step counts once.
     """
-    together = Chosen([], [], [])
+    all_or_none = Chosen([], [], [])
     counted: set[int] = set()
     multiplied: dict[int, Tensor] = {}
     for optimizer in optimizers:
         chosen = choose_unscaled(optimizer)
-        together.owners.extend(chosen.owners)
+        all_or_none.owners.extend(chosen.owners)
         for share in chosen.shares:
             pairs = [pair for pair in share.pairs if id(pair[1]) not in counted]
             counted.update(id(stepped) for _, stepped in pairs)
-            together.shares.append(Share(pairs, share.part))
+            all_or_none.shares.append(Share(pairs, share.part))
         multiplied |= {id(tensor): tensor for tensor in chosen.multiplied}
-    together.multiplied.extend(multiplied.values())
-    return together
+    all_or_none.multiplied.extend(multiplied.values())
+    return all_or_none
 
 
 def is_optimizer(given: Any) -> bool:
@@ -227,8 +227,8 @@ def local_sums(
     norm_type: float,
     device: torch.device,
     size: int = 1,
-    replicated: Declared | None = None,
-    sharded: Declared | None = None,
+    is_replicated_fn: Declared | None = None,
+    shard_group_fn: Declared | None = None,
 ) -> Tensor:
     """Return what this rank's gradients add to the power of the norm.
 
@@ -237,8 +237,8 @@ def local_sums(
         norm_type: The order of the norm.
         device: Of the result.
         size: Ranks that hold the model.
-        replicated: Says of a parameter that every rank holds the same.
-        sharded: Says over which ranks a parameter is cut.
+        is_replicated_fn: Says of a parameter that every rank holds the same.
+        shard_group_fn: Says over which ranks a parameter is cut.
 
     Returns:
         float64 of shape (3,): what is a part of the model, what is taken for a replica, and what
@@ -248,7 +248,7 @@ def local_sums(
         ConfigError: A parameter is declared both.
     """
     powers: dict[int, list[Tensor]] = {}
-    for (kind, weight), tensors in _alike(shares, size, replicated, sharded).items():
+    for (kind, weight), tensors in _alike(shares, size, is_replicated_fn, shard_group_fn).items():
         power = power_of(tensors, norm_type, device)
         if math.isinf(norm_type):
             weight = float(weight > 0)
@@ -261,8 +261,8 @@ def local_square(
     shares: Iterable[Share],
     device: torch.device,
     size: int = 1,
-    replicated: Declared | None = None,
-    sharded: Declared | None = None,
+    is_replicated_fn: Declared | None = None,
+    shard_group_fn: Declared | None = None,
 ) -> tuple[float | Tensor, int]:
     """Return what this rank adds to the square of the norm, and of how many gradients that is.
 
@@ -271,7 +271,7 @@ def local_square(
     held by several; `local_sums` can.
     """
     squares: list[float | Tensor] = []
-    alike = _alike(shares, size, replicated, sharded)
+    alike = _alike(shares, size, is_replicated_fn, shard_group_fn)
     for (kind, weight), tensors in alike.items():
         square = square_of(tensors, device)
         share = weight / size if kind == _REPLICA else weight
@@ -282,20 +282,25 @@ def local_square(
 
 @without_grad
 def _alike(
-    shares: Iterable[Share], size: int, replicated: Declared | None, sharded: Declared | None
+    shares: Iterable[Share],
+    size: int,
+    is_replicated_fn: Declared | None,
+    shard_group_fn: Declared | None,
 ) -> dict[tuple[int, float], list[Tensor]]:
     """Return the gradients by as which kind they count, and by how much."""
     alike: dict[tuple[int, float], list[Tensor]] = {}
     placed: dict[Any, tuple[int, float]] = {}
     for share in shares:
         gradients = [gradient for _, p in share.pairs if (gradient := p.grad) is not None]
-        if replicated is None and sharded is None and _are_plain(share, gradients):
+        if is_replicated_fn is None and shard_group_fn is None and _are_plain(share, gradients):
             alike.setdefault((_PART if share.part else _REPLICA, 1.0), []).extend(gradients)
             continue
         for parameter, stepped in share.pairs:
             if (gradient := stepped.grad) is None:
                 continue
-            key = _counted(parameter, gradient, share.part, size, replicated, sharded, placed)
+            key = _counted(
+                parameter, gradient, share.part, size, is_replicated_fn, shard_group_fn, placed
+            )
             alike.setdefault(key, []).append(summed(gradient))
     return alike
 
@@ -311,8 +316,8 @@ def _counted(
     gradient: Tensor,
     part: bool,
     size: int,
-    replicated: Declared | None,
-    sharded: Declared | None,
+    is_replicated_fn: Declared | None,
+    shard_group_fn: Declared | None,
     placed: dict[Any, tuple[int, float]],
 ) -> tuple[int, float]:
     """Return as which kind a gradient counts, and by how much.
@@ -323,16 +328,16 @@ def _counted(
             whole on ranks that hold a shard of the parameter, as after a row-wise embedding.
         part: Whether each rank has another share.
         size: Ranks that hold the model.
-        replicated: As declared.
-        sharded: As declared.
+        is_replicated_fn: As declared.
+        shard_group_fn: As declared.
         placed: As which kind the placements seen in this call count, and by how much.
     """
-    is_replica = replicated is not None and bool(replicated(parameter))
-    cut = None if sharded is None else sharded(parameter)
+    is_replica = is_replicated_fn is not None and bool(is_replicated_fn(parameter))
+    cut = None if shard_group_fn is None else shard_group_fn(parameter)
     if is_replica and cut:
         raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} is declared both replicated= and "
-            "sharded=; declare it replicated if every rank has the same values, else sharded"
+            f"a parameter of shape {tuple(parameter.shape)} is declared both is_replicated_fn= and "
+            "shard_group_fn=; declare it replicated if every rank has the same values, else sharded"
         )
     if is_replica:
         return _PART, 1.0 / size
@@ -414,10 +419,12 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
         return (
             "clip_grad_norm_ counts plain tensors as replicas, and the norms of their gradients "
             f"differ between ranks, from {least:g} to {most:g}. If each rank holds "
-            "other parameters or parts (experts, stages), declare those: sharded=lambda p: p is "
+            "other parameters or parts (experts, stages), declare those: shard_group_fn=lambda "
+            "p: p is "
             "such a part, or the group over which it is cut. If they should be the same, some were "
             "not reduced: the parameter was frozen when the model was wrapped, or the pass went "
-            "around the wrapper. If only rounding makes them differ: replicated=lambda p: True"
+            "around the wrapper. If only rounding makes them differ: is_replicated_fn=lambda p: "
+            "True"
         )
     unsure = [each[_UNSURE] for each in sums]
     twice = [sum(abs(a - b) <= _NEAR * a for b in unsure) > 1 for a in unsure]
@@ -427,8 +434,8 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
             "of one model, and those of several ranks are the same. If they are replicas (as what "
             "the plan of tensor parallel leaves out, between the groups of HYBRID_SHARD, under "
             "NO_SHARD, or beside data parallel), declare over which ranks a parameter is cut: "
-            "sharded=lambda p: getattr(p, 'device_mesh', None), or group_or_mesh; or "
-            "replicated=lambda p: True"
+            "shard_group_fn=lambda p: getattr(p, 'device_mesh', None), or group_or_mesh; or "
+            "is_replicated_fn=lambda p: True"
         )
     return None
 

@@ -50,6 +50,6 @@ class Replay(Protocol):
         """Replay the step that was kept, if there is one and it was skipped.
 
         Before the scale moves. ``skipped`` waits for the device; ``scaled`` is whether a loss scale
-        may be why; ``stepped`` are the optimizers' parameters, masters if they have some;
+        may be why; ``step_was_taken`` are the optimizers' parameters, masters if they have some;
         ``process_group`` has the ranks that skipped it.
         """

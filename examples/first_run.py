@@ -38,7 +38,7 @@ def train(device: str, steps: int = STEPS) -> tuple[float, float]:
         norm: Tensor = scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
-        if scaler.stepped(optimizer):
+        if scaler.step_was_taken(optimizer):
             schedule.step()
             assert norm.isfinite()
         losses.append(loss.item())

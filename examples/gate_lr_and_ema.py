@@ -5,9 +5,9 @@
 A loss scale of 2**24 is too large on purpose: the first steps overflow and are skipped. A schedule
 that advanced all the same would warm up on steps that were never taken.
 
-``stepped()`` is a bool. It costs nothing where the answer is known already: on CPU, and with any
-optimizer that is not fused. With a fused optimizer on a GPU it would wait for the device, so there
-the schedule reads ``found_inf()``, a tensor that never leaves the device.
+``step_was_taken()`` is a bool. It costs nothing where the answer is known already: on CPU, and with
+any optimizer that is not fused. With a fused optimizer on a GPU it would wait for the device, so
+there the schedule reads ``found_inf()``, a tensor that never leaves the device.
 """
 
 import copy
@@ -47,7 +47,7 @@ def move(average: nn.Module, model: nn.Module, weight: float | Tensor) -> None:
 
 
 def train(on_device: bool) -> Result:
-    """Train; gate on the host by ``stepped()``, or on the device by ``found_inf()``."""
+    """Train; gate on the host by ``step_was_taken()``, or on the device by ``found_inf()``."""
     torch.manual_seed(0)
     model = NextByte().to(device())
     average = copy.deepcopy(model)
@@ -69,7 +69,7 @@ def train(on_device: bool) -> Result:
             was_taken = 1 - scaler.found_inf(optimizer)
             taken += was_taken
             move(average, model, (1 - DECAY) * was_taken)
-        elif scaler.stepped(optimizer):
+        elif scaler.step_was_taken(optimizer):
             taken += 1
             move(average, model, 1 - DECAY)
         rate.copy_(rate_after(taken))

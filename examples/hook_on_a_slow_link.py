@@ -25,7 +25,7 @@ def train(wire: str | None, steps: int = 60) -> tuple[float, float, str]:
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
     hook = comm_hooks.register(model, wire) if wire else None
     if hook is not None:
-        scaler.attach(hook)  # tells it the scale, and of skipped steps
+        scaler.attach_comm_hook(hook)  # tells it the scale, and of skipped steps
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):

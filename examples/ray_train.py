@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> None:
     hook = comm_hooks.register(model, "fp16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
-    scaler.attach(hook)
+    scaler.attach_comm_hook(hook)
     # Ray's own restart after a failure comes with a checkpoint; a new run is given one.
     start, taken_up = 0, ray.train.get_checkpoint() or config["checkpoint"]
     if taken_up is not None:

@@ -163,7 +163,7 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tup
     max_norm, skip_norm_above = config.clip or math.inf, config.skip_norm_above or None
     try:
         taken = job.amp.step(
-            max_norm=max_norm, skip_norm_above=skip_norm_above, sharded=cut_over
+            max_norm=max_norm, skip_norm_above=skip_norm_above, shard_group_fn=cut_over
         ).taken
     except NonFiniteGradientsError as error:
         where = "--on-nonfinite report says" if replay is None else "nonfinite.jsonl says"

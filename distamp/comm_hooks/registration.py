@@ -55,7 +55,8 @@ def register(
             All ranks compute with what was sent; the shards that are stepped stay exact.
 
     Returns:
-        The state of the hook: it has ``stats()``, and is the argument of ``DistGradScaler.attach``.
+        The state of the hook: it has ``stats()``, and is the argument of
+            ``DistGradScaler.attach_comm_hook``.
 
     Raises:
         ValueError: The format is unknown; FSDP2 has a hook already; replicas hold another

@@ -48,7 +48,8 @@ def checked_hook(state: object) -> CommHook:
         )
     if not isinstance(state, CommHook):
         raise TypeError(
-            f"attach() takes what distamp.comm_hooks.register returned, not {type(state).__name__}"
+            "attach_comm_hook() takes what distamp.comm_hooks.register returned, not "
+            f"{type(state).__name__}"
         )
     return state
 
@@ -172,7 +173,7 @@ class Asked:
         record = self._record_of(optimizer)
         return record is not None and record["stage"] is OptState.UNSCALED
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+    def step_was_taken(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the most recent ``step(optimizer)`` was taken; may wait for the device.
 
         Also works after ``update``. Use it to advance a learning-rate schedule or an EMA only on
@@ -189,7 +190,7 @@ class Asked:
         return not bool(state.was_idle) and not bool(state.last_step)
 
     def taken_flag(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Return the value of `stepped` as 0-d bool; never waits.
+        """Return the value of `step_was_taken` as 0-d bool; never waits.
 
         Raises:
             CallOrderError: ``step(optimizer)`` was never called.
@@ -350,7 +351,7 @@ class Asked:
             )
         self._guard.replay.keep(step, *batches)
 
-    def attach(self, hook_state: object) -> None:
+    def attach_comm_hook(self, hook_state: object) -> None:
         """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.
 
         Args:
@@ -364,8 +365,8 @@ class Asked:
         if not any(each is hook for each in self._guard.hooks):
             self._guard.hooks.append(hook)
 
-    def detach(self, hook_state: object) -> None:
-        """Undo `attach`; the scaler keeps an attached hook alive, so detach it after its model.
+    def detach_comm_hook(self, hook_state: object) -> None:
+        """Undo `attach_comm_hook`; the scaler keeps an attached hook alive, so detach it after its model.
 
         Args:
             hook_state: The attached state.

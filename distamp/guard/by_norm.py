@@ -21,14 +21,14 @@ class ByNorm(NamedTuple):
     Args:
         max_norm: Gradients are multiplied so that the norm is at most this.
         skip_norm_above: The step is skipped where the norm is larger.
-        replicated: Says of a parameter that every rank holds the same.
-        sharded: Says over which ranks a parameter is cut.
+        is_replicated_fn: Says of a parameter that every rank holds the same.
+        shard_group_fn: Says over which ranks a parameter is cut.
     """
 
     max_norm: float | None
     skip_norm_above: float | Tensor | None
-    replicated: clipping.Declared | None = None
-    sharded: clipping.Declared | None = None
+    is_replicated_fn: clipping.Declared | None = None
+    shard_group_fn: clipping.Declared | None = None
 
     def checked(self, read_limit: bool = False) -> ByNorm:
         """Return the same with numbers that are within their range.
@@ -46,7 +46,7 @@ class ByNorm(NamedTuple):
             limit = limit.item() if read_limit or host.is_host(limit.device) else limit
         if limit is not None and not isinstance(limit, Tensor):
             limit = clipping.positive("skip_norm_above", limit)
-        return ByNorm(max_norm, limit, self.replicated, self.sharded)
+        return ByNorm(max_norm, limit, self.is_replicated_fn, self.shard_group_fn)
 
     @property
     def late_limit(self) -> Tensor | None:
@@ -56,7 +56,7 @@ class ByNorm(NamedTuple):
     @property
     def declared(self) -> list[bool]:
         """Which of the two declarations were given."""
-        return [self.replicated is not None, self.sharded is not None]
+        return [self.is_replicated_fn is not None, self.shard_group_fn is not None]
 
     @property
     def call(self) -> str:

@@ -41,12 +41,12 @@ class StepCounts:
     Args:
         taken: Steps that were taken.
         skipped: Steps that were skipped for inf or NaN.
-        spikes: Steps that were skipped because their norm lay above ``skip_norm_above``.
+        norm_skips: Steps that were skipped because their norm lay above ``skip_norm_above``.
     """
 
     taken: int
     skipped: int
-    spikes: int = 0
+    norm_skips: int = 0
 
 
 class OptimizerState:
@@ -58,7 +58,7 @@ class OptimizerState:
         inside: What is inside all wrappers, which a wrapper and what it wraps share.
         counts: Steps that were taken, that were skipped, skipped ones since the last taken, and
             those that were skipped for their norm.
-        last_step: The flag of the last step, for `DistGradScaler.stepped`.
+        last_step: The flag of the last step, for `DistGradScaler.step_was_taken`.
         was_idle: Whether the last step found no gradient on any rank, and did nothing.
         norm: The norm of the last step that measured one, for `StepGuard.grad_norm`.
     """

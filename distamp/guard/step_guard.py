@@ -60,7 +60,7 @@ class StepGuard(Steps):
             loss_fn(model(inputs), targets).backward()
             guard.step(optimizer)
             guard.update()
-            if guard.stepped(optimizer):
+            if guard.step_was_taken(optimizer):
                 schedule.step()
 
     The first rank of the group logs skipped steps at INFO, as ``distamp.guard``.

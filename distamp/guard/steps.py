@@ -513,7 +513,9 @@ class Steps(Joins):
         sums = torch.full((3,), math.nan, dtype=torch.float64, device=device)
         if is_right:
             shares = [clipping.Share(one.source.stepped(), one.source.part) for one in ones]
-            sums = clipping.local_sums(shares, 2.0, device, group.size, by.replicated, by.sharded)
+            sums = clipping.local_sums(
+                shares, 2.0, device, group.size, by.is_replicated_fn, by.shard_group_fn
+            )
         self._compare_replicas(gather_sums(group, sums), 2.0)
         return self._guard.ranks.clips_agree
 
@@ -551,12 +553,14 @@ class Steps(Joins):
             shares = scaled if one.only_check and self._divides else unscaled
             shares.append(clipping.Share(one.source.stepped(), one.source.part))
 
-        square, count = measure(scaled or unscaled, device, size, by.replicated, by.sharded)
+        square, count = measure(
+            scaled or unscaled, device, size, by.is_replicated_fn, by.shard_group_fn
+        )
         if scaled:
             scale = divisor.double() if isinstance(square, Tensor) else divisor.item()
             square = square / (scale * scale)
         if scaled and unscaled:
-            more, others = measure(unscaled, device, size, by.replicated, by.sharded)
+            more, others = measure(unscaled, device, size, by.is_replicated_fn, by.shard_group_fn)
             square, count = square + more, count + others
         if set_flags:  # an override may have set one
             square = _unless_found(square, set_flags, device)
@@ -571,8 +575,8 @@ class Steps(Joins):
         *args: Any,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
-        replicated: clipping.Declared | None = None,
-        sharded: clipping.Declared | None = None,
+        is_replicated_fn: clipping.Declared | None = None,
+        shard_group_fn: clipping.Declared | None = None,
         **kwargs: Any,
     ) -> Any:
         """Step the optimizer if no rank found inf or NaN, else skip on every rank.
@@ -590,9 +594,9 @@ class Steps(Joins):
             skip_norm_above: Skip the step on all ranks where the norm is larger: a float or a 0-d
                 tensor, the same on every rank. Counted apart, and never towards the limit of skips.
                 Gradients of such a step are not clipped.
-            replicated: As in `clip_grad_norm_`, for the norm of ``max_norm`` and
+            is_replicated_fn: As in `clip_grad_norm_`, for the norm of ``max_norm`` and
                 ``skip_norm_above``.
-            sharded: As in `clip_grad_norm_`, for the same norm.
+            shard_group_fn: As in `clip_grad_norm_`, for the same norm.
             kwargs: Passed to ``optimizer.step``; no closure, as in torch.
 
         Returns:
@@ -610,13 +614,13 @@ class Steps(Joins):
         norm_arguments = {
             "max_norm": max_norm,
             "skip_norm_above": skip_norm_above,
-            "replicated": replicated,
-            "sharded": sharded,
+            "is_replicated_fn": is_replicated_fn,
+            "shard_group_fn": shard_group_fn,
         }
         passed = [name for name, value in norm_arguments.items() if value is not None]
         by = None
         if max_norm is not None or skip_norm_above is not None:
-            by = ByNorm(max_norm, skip_norm_above, replicated, sharded)
+            by = ByNorm(max_norm, skip_norm_above, is_replicated_fn, shard_group_fn)
         if not self._enabled:
             if passed:
                 refuse_names(optimizer, *passed)
@@ -657,9 +661,9 @@ class Steps(Joins):
         *,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
-        together: bool = False,
-        replicated: clipping.Declared | None = None,
-        sharded: clipping.Declared | None = None,
+        all_or_none: bool = False,
+        is_replicated_fn: clipping.Declared | None = None,
+        shard_group_fn: clipping.Declared | None = None,
     ) -> list[Any]:
         """Step several optimizers with one message for all of them.
 
@@ -672,17 +676,17 @@ class Steps(Joins):
             optimizers: Each once.
             max_norm: As in `step`, of the norm over all.
             skip_norm_above: As in `step`, of the norm over all.
-            together: All or none, also without a clip.
-            replicated: As in `clip_grad_norm_`.
-            sharded: As in `clip_grad_norm_`.
+            all_or_none: All or none, also without a clip.
+            is_replicated_fn: As in `clip_grad_norm_`.
+            shard_group_fn: As in `clip_grad_norm_`.
 
         Returns:
             The result of each ``optimizer.step()``; None for a skipped step.
         """
         optimizers = list(optimizers)
         by = None
-        if together or max_norm is not None or skip_norm_above is not None:
-            by = ByNorm(max_norm, skip_norm_above, replicated, sharded)
+        if all_or_none or max_norm is not None or skip_norm_above is not None:
+            by = ByNorm(max_norm, skip_norm_above, is_replicated_fn, shard_group_fn)
         if not self._enabled:
             skipped = self._skips_unguarded(optimizers, by)
             return [None if skipped else optimizer.step() for optimizer in optimizers]
@@ -712,7 +716,7 @@ class Steps(Joins):
         *,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
-        together: bool = False,
+        all_or_none: bool = False,
     ) -> NoReturn:
         """Raise an error on every rank in place of a ``step_all``, for trainers.
 
@@ -726,11 +730,11 @@ class Steps(Joins):
             optimizers: As in `step_all`.
             max_norm: As in `step_all`.
             skip_norm_above: As in `step_all`.
-            together: As in `step_all`.
+            all_or_none: As in `step_all`.
         """
         if self._enabled:
             optimizers, by = list(optimizers), None
-            if together or max_norm is not None or skip_norm_above is not None:
+            if all_or_none or max_norm is not None or skip_norm_above is not None:
                 by = ByNorm(max_norm, skip_norm_above)
             divisor = self._divisor("step", optimizers)
             ones = [self._resolved(optimizer, to_step=True) for optimizer in optimizers]
@@ -790,8 +794,8 @@ class Steps(Joins):
                 functools.partial(clipping.choose_all_unscaled, optimizers),
                 2.0,
                 self._guard.ranks.process_group,
-                by.replicated,
-                by.sharded,
+                by.is_replicated_fn,
+                by.shard_group_fn,
             )
             self._guard.norm = norm
             spike = by.skip_norm_above is not None and norm.item() > float(by.skip_norm_above)
@@ -1003,18 +1007,18 @@ class Steps(Joins):
         spiked: bool,
     ) -> None:
         """Count a step that the host knows of."""
-        taken, before, in_a_row, spikes = state.counts
-        number, own = taken + before + spikes + 1, self._guard
+        taken, before, in_a_row, norm_skips = state.counts
+        number, own = taken + before + norm_skips + 1, self._guard
         if not skipped:
-            state.counts = (taken + 1, before, 0, spikes)
+            state.counts = (taken + 1, before, 0, norm_skips)
             return
         if spiked:
-            state.counts = (taken, before, in_a_row, spikes + 1)
+            state.counts = (taken, before, in_a_row, norm_skips + 1)
             if own.ranks.is_first:
                 overflow.log_spike(self._logger, one.holder, number)
             return
         own.skipped_at = float(divisor)
-        state.counts = (taken, before + 1, in_a_row + 1, spikes)
+        state.counts = (taken, before + 1, in_a_row + 1, norm_skips)
         at = f", at loss scale {own.skipped_at:g}" if self._divides else ""
         ranks, speaks = one.ranks, own.ranks.is_first
         if ranks is None and one.own is not None:  # each rank knows of itself alone
@@ -1025,7 +1029,7 @@ class Steps(Joins):
             skip = overflow.Skip(self._logger, number, at, ranks, as_it_was, one.bad_names)
             overflow.log_skip(one.holder, skip, own.names)
         if own.limit is not None and in_a_row + 1 == own.limit:
-            state.counts = (taken, before + 1, 0, spikes)
+            state.counts = (taken, before + 1, 0, norm_skips)
             raise self._collapse(
                 f"{own.limit} steps in a row were skipped{at}. Which gradients, and on which rank: "
                 "catch this, and before zero_grad() call nonfinite_report() on every rank"
@@ -1094,8 +1098,8 @@ class Steps(Joins):
         max_norm: float,
         norm_type: float = 2.0,
         *,
-        replicated: clipping.Declared | None = None,
-        sharded: clipping.Declared | None = None,
+        is_replicated_fn: clipping.Declared | None = None,
+        shard_group_fn: clipping.Declared | None = None,
     ) -> Tensor:
         """Clip gradients by the norm of the whole model, which may be sharded over the ranks.
 
@@ -1114,10 +1118,10 @@ class Steps(Joins):
             optimizer_or_parameters: An optimizer, or parameters of this scaler's optimizers.
             max_norm: The largest norm after clipping; >= 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
-            replicated: Takes a parameter of the model; returns whether every rank of the group has
-                the same values, even if rounding makes their gradients differ.
-            sharded: Takes a parameter of the model; returns whether every rank of the group has a
-                different part, or the group or mesh over which it is cut.
+            is_replicated_fn: Takes a parameter of the model; returns whether every rank of the
+                group has the same values, even if rounding makes their gradients differ.
+            shard_group_fn: Takes a parameter of the model; returns whether every rank of the group
+                has a different part, or the group or mesh over which it is cut.
 
         Returns:
             The norm before clipping, unscaled: 0-d float32, the same on every rank, where the
@@ -1138,8 +1142,8 @@ class Steps(Joins):
                 max_norm,
                 norm_type,
                 process_group=own.ranks.process_group,
-                replicated=replicated,
-                sharded=sharded,
+                is_replicated_fn=is_replicated_fn,
+                shard_group_fn=shard_group_fn,
             )
             if clipping.is_optimizer(given):
                 self._state(given).norm = norm
@@ -1170,13 +1174,15 @@ class Steps(Joins):
         def measure() -> None:
             nonlocal sums
             size = 1 if group is None else group.size
-            sums = clipping.local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
+            sums = clipping.local_sums(
+                chosen.shares, norm_type, device, size, is_replicated_fn, shard_group_fn
+            )
 
         def measure_share() -> Tensor:
             return clipping.share_of_power(sums, 1 if group is None else group.size)
 
         adds_up = not _is_inf(norm_type)
-        declared = ByNorm(None, None, replicated, sharded).declared
+        declared = ByNorm(None, None, is_replicated_fn, shard_group_fn).declared
         differ, power = self._look(
             "clip_grad_norm_",
             divisor,

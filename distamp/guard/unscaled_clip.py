@@ -34,8 +34,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     process_group: GroupLike = None,
-    replicated: Declared | None = None,
-    sharded: Declared | None = None,
+    is_replicated_fn: Declared | None = None,
+    shard_group_fn: Declared | None = None,
 ) -> Tensor:
     """Clip gradients that nobody scales by the norm of the whole model, in any layout.
 
@@ -59,10 +59,10 @@ def clip_grad_norm_(
             such gradients stay as they are.
         foreach: Without effect; for calls written for torch's function.
         process_group: The ranks that have a part of the model; None for the default group.
-        replicated: Takes a parameter; returns whether every rank has the same values, even if
+        is_replicated_fn: Takes a parameter; returns whether every rank has the same values, even if
             rounding makes their gradients differ.
-        sharded: Takes a parameter; returns whether every rank has a different part, or the group
-            or mesh over which it is cut.
+        shard_group_fn: Takes a parameter; returns whether every rank has a different part, or the
+            group or mesh over which it is cut.
 
     Returns:
         The norm before clipping: 0-d float32, the same on every rank.
@@ -86,8 +86,8 @@ def clip_grad_norm_(
         choose_checked,
         norm_type,
         process_group,
-        replicated,
-        sharded,
+        is_replicated_fn,
+        shard_group_fn,
     )
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
@@ -112,8 +112,8 @@ def measure_unscaled(
     choose_gradients: Callable[[], Chosen],
     norm_type: float,
     process_group: GroupLike,
-    replicated: Declared | None,
-    sharded: Declared | None,
+    is_replicated_fn: Declared | None,
+    shard_group_fn: Declared | None,
 ) -> tuple[Chosen, Tensor]:
     """Return the chosen gradients and their norm, 0-d float32 and the same on every rank.
 
@@ -124,8 +124,8 @@ def measure_unscaled(
         choose_gradients: Called once; every rank raises the error that it raises on one of them.
         norm_type: As in `clip_grad_norm_`, unchecked.
         process_group: As in `clip_grad_norm_`.
-        replicated: As in `clip_grad_norm_`.
-        sharded: As in `clip_grad_norm_`.
+        is_replicated_fn: As in `clip_grad_norm_`.
+        shard_group_fn: As in `clip_grad_norm_`.
     """
     ranks = Ranks(process_group)
     size = 1 if ranks.process_group is None else ranks.size
@@ -138,12 +138,12 @@ def measure_unscaled(
         chosen = choose_gradients()
         if chosen.multiplied:
             device = local_of(chosen.multiplied[0]).device
-        sums = local_sums(chosen.shares, norm_type, device, size, replicated, sharded)
+        sums = local_sums(chosen.shares, norm_type, device, size, is_replicated_fn, shard_group_fn)
     except Exception as raised:
         if size == 1:
             raise
         problem = Problem(raised, looked=True)
-    declared = [replicated is not None, sharded is not None]
+    declared = [is_replicated_fn is not None, shard_group_fn is not None]
     group = ranks.announce(call, f"declared={declared}", device, problem)
     everyone = sums.view(1, 3)
     if group is not None:

@@ -92,7 +92,7 @@ class Amp:
         scaler: DistGradScaler | StepGuard,
         region: autocast,
         comm_hooks: tuple[CommHook, ...] = (),
-        sharded: Declared | None = None,
+        shard_group_fn: Declared | None = None,
         idle: tuple[torch.optim.Optimizer, ...] = (),
         unmatched: tuple[str, ...] = (),
     ) -> None:
@@ -102,7 +102,7 @@ class Amp:
         self.scaler = scaler
         self.comm_hooks = comm_hooks
         self._region = region
-        self._sharded = sharded
+        self._shard_group_fn = shard_group_fn
         # A rank that trains nothing steps optimizers without gradients, so that it takes part in
         # the messages of those that train.
         self._stepped = optimizers or idle
@@ -259,8 +259,8 @@ class Amp:
         max_norm: float,
         norm_type: float = 2.0,
         *,
-        replicated: Declared | None = None,
-        sharded: Declared | None = None,
+        is_replicated_fn: Declared | None = None,
+        shard_group_fn: Declared | None = None,
     ) -> Tensor:
         """Clip gradients by their norm over all optimizers, which may be sharded over the ranks.
 
@@ -271,14 +271,14 @@ class Amp:
         Args:
             max_norm: The largest norm after clipping; >= 0.
             norm_type: The order of the norm; > 0, inf for the largest magnitude.
-            replicated: As in `DistGradScaler.clip_grad_norm_`.
-            sharded: As in `DistGradScaler.clip_grad_norm_`. With ``replicas=``, the ranks outside
-                a DTensor's mesh have copies of it.
+            is_replicated_fn: As in `DistGradScaler.clip_grad_norm_`.
+            shard_group_fn: As in `DistGradScaler.clip_grad_norm_`. With ``replicas=``, the ranks
+                outside a DTensor's mesh have copies of it.
 
         Returns:
             The norm before clipping: 0-d float32, the same on every rank.
         """
-        declared = self._declared(replicated, sharded)
+        declared = self._declared(is_replicated_fn, shard_group_fn)
         stepped = [p for optimizer in self._stepped for p in parameters_of(optimizer)]
         return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
 
@@ -300,9 +300,9 @@ class Amp:
         *,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
-        together: bool = False,
-        replicated: Declared | None = None,
-        sharded: Declared | None = None,
+        all_or_none: bool = False,
+        is_replicated_fn: Declared | None = None,
+        shard_group_fn: Declared | None = None,
     ) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
 
@@ -314,9 +314,9 @@ class Amp:
         Args:
             max_norm: Clip by the norm over all optimizers, in the same message; all step or none.
             skip_norm_above: Skip all where that norm is larger.
-            together: All step or none, also without a clip.
-            replicated: As in `clip_grad_norm_`, of the norm.
-            sharded: As in `clip_grad_norm_`, of the norm.
+            all_or_none: All step or none, also without a clip.
+            is_replicated_fn: As in `clip_grad_norm_`, of the norm.
+            shard_group_fn: As in `clip_grad_norm_`, of the norm.
 
         Raises:
             CallOrderError: The last backward pass ran under `no_sync`, on this rank or another.
@@ -325,11 +325,11 @@ class Amp:
             CallOrderError, GradientError, RankMismatchError, NonFiniteGradientsError: As
                 `StepGuard.step`.
         """
-        declared = self._declared(replicated, sharded)
+        declared = self._declared(is_replicated_fn, shard_group_fn)
         how: dict[str, Any] = {
             "max_norm": max_norm,
             "skip_norm_above": skip_norm_above,
-            "together": together,
+            "all_or_none": all_or_none,
         }
         refused = self._refuse_step()
         if refused is not None:
@@ -377,15 +377,17 @@ class Amp:
             for param in parameters_of(optimizer)
         )
 
-    def _declared(self, replicated: Declared | None, sharded: Declared | None) -> dict[str, Any]:
+    def _declared(
+        self, is_replicated_fn: Declared | None, shard_group_fn: Declared | None
+    ) -> dict[str, Any]:
         """Return how gradients are cut: as declared, or as `initialize` knows it."""
         if not self._stepped:
             raise CallOrderError(
                 "initialize was given no optimizer on any rank, so there is nothing to step"
             )
-        if replicated is None and sharded is None:
-            sharded = self._sharded
-        return {"replicated": replicated, "sharded": sharded}
+        if is_replicated_fn is None and shard_group_fn is None:
+            shard_group_fn = self._shard_group_fn
+        return {"is_replicated_fn": is_replicated_fn, "shard_group_fn": shard_group_fn}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of every model and optimizer.

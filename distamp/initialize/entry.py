@@ -164,13 +164,13 @@ def initialize(
     _change(models, wrappings, stepped, level, pins)
     made = tuple(state for state in hooks if state is not None)
     for state in made if scaler.is_enabled() else ():
-        scaler.attach(state)
+        scaler.attach_comm_hook(state)
     # A hook averages copies of shards, of which their mesh says nothing.
-    sharded = None if replicas is None else lambda p: getattr(p, "device_mesh", None)
+    shard_group_fn = None if replicas is None else lambda p: getattr(p, "device_mesh", None)
     lines = unmatched_on_some(setups)
     for line in lines:
         _logger.info(line)
-    return Amp(models, stepped, level, scaler, region, made, sharded, idle, lines)
+    return Amp(models, stepped, level, scaler, region, made, shard_group_fn, idle, lines)
 
 
 def _lists_of(models: Sequence[nn.Module], ops: OpLists | None) -> OpLists | None:

@@ -211,7 +211,7 @@ class _Adopts:
     def _register(self, model: Any, wire: str) -> None:
         if isinstance(model, nn.Module) and id(model) not in self._models and _is_wrapped(model):
             self._models[id(model)] = model
-            self._stepper.attach(register(model, wire))
+            self._stepper.attach_comm_hook(register(model, wire))
 
 
 def _is_wrapped(model: nn.Module) -> bool:

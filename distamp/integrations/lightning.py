@@ -252,4 +252,4 @@ class CommHook(_Callback):
         self.state = register(trainer.strategy.model, self._wire)
         stepper = getattr(trainer.precision_plugin, "scaler", None)
         if isinstance(stepper, Stepper):
-            stepper.attach(self.state)
+            stepper.attach_comm_hook(self.state)

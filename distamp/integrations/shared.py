@@ -225,7 +225,7 @@ def unscale_once(stepper: Stepper, optimizer: Any) -> None:
 def was_skipped(stepper: Stepper, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's last step was skipped; False before the first; may wait."""
     try:
-        return not stepper.stepped(optimizer)
+        return not stepper.step_was_taken(optimizer)
     except CallOrderError:
         return False
 

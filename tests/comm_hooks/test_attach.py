@@ -37,7 +37,7 @@ def _train(
     state = comm_hooks.register(model, wire)
     scaler = DistGradScaler("cpu", init_scale=scale, growth_interval=2, process_group=group)
     if attach:
-        scaler.attach(state)
+        scaler.attach_comm_hook(state)
     parameters = list(model.parameters())
     halves = [parameters[:3], parameters[3:]] if layout == "two optimizers" else [parameters]
     optimizers = [torch.optim.Adam(half, 1e-3, fused=layout == "fused") for half in halves]
@@ -61,7 +61,7 @@ def _train(
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        did.append((*(scaler.stepped(o) for o in optimizers), scaler.get_scale()))
+        did.append((*(scaler.step_was_taken(o) for o in optimizers), scaler.get_scale()))
     return did, torch.cat([p.detach().flatten() for p in parameters])
 
 
@@ -106,7 +106,7 @@ def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
     model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, **settings)
     scaler = DistGradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=wire is not None)
     if wire is not None:
-        scaler.attach(comm_hooks.register(model, wire))
+        scaler.attach_comm_hook(comm_hooks.register(model, wire))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     mine = counts[dist.get_rank()]
 
@@ -143,13 +143,13 @@ def test_epochs_of_uneven_inputs_and_plain_steps_after_them(size, counts, wire, 
 @on_ranks(1)
 def test_power_sgd_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"PowerSGD cannot be joined.*error feedback keeps an inf"):
-        DistGradScaler("cpu").attach(PowerSGDState(None))
+        DistGradScaler("cpu").attach_comm_hook(PowerSGDState(None))
 
 
 @pytest.mark.parametrize("state", [None, "fp16", object()], ids=lambda s: type(s).__name__)
 def test_what_is_no_hook_is_refused(state):
     with pytest.raises(TypeError, match=r"attach\(\) takes what"):
-        DistGradScaler("cpu").attach(state)
+        DistGradScaler("cpu").attach_comm_hook(state)
 
 
 # -- what rounding took comes back -----------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
     model = DistributedDataParallel(Given(numel, numel))
     state = comm_hooks.register(model, "int8")
     scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
-    scaler.attach(state)
+    scaler.attach_comm_hook(state)
     a, b = (torch.optim.SGD([p], lr=1.0) for p in model.module.parts)
     true = torch.zeros(numel, dtype=torch.float64)
     for step in range(12):
@@ -176,7 +176,7 @@ def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
         scaler.scale(model([x * factor, x])).backward()
         scaler.step(a)
         scaler.step(b)
-        assert (scaler.stepped(a), scaler.stepped(b)) == (not bad, True)
+        assert (scaler.step_was_taken(a), scaler.step_was_taken(b)) == (not bad, True)
         (residuals,) = state.state_dict()["residuals"].values()
         assert bool(residuals[1].any()) != bad
         scaler.update()
@@ -196,12 +196,12 @@ def test_after_inf_and_nan_all_steps_are_finite_and_right(what, ranks_per_host):
     state = comm_hooks.register(model, "int8", ranks_per_host=ranks_per_host)
     scaler = DistGradScaler("cpu", init_scale=2.0**17)
     if what != "never attached":
-        scaler.attach(state)
+        scaler.attach_comm_hook(state)
     sgd, found = torch.optim.SGD(model.parameters(), lr=0.0), []
     for step in range(12):
         sgd.zero_grad()
         if step == 4 and what == "detached":
-            scaler.detach(state)
+            scaler.detach_comm_hook(state)
         x = inputs(step, 5000, rows=1)
         true = x[0].clone()
         dist.all_reduce(true)
@@ -211,7 +211,7 @@ def test_after_inf_and_nan_all_steps_are_finite_and_right(what, ranks_per_host):
         mean = model.module.weight.grad[0] / scaler.get_scale()
         found.append(relative(mean * size, true))
         scaler.step(sgd)
-        assert scaler.stepped(sgd) == (step != 1)
+        assert scaler.step_was_taken(sgd) == (step != 1)
         scaler.update()
     assert not math.isfinite(found[1])
     # An attached scaler alone tells a hook that the scale was halved.

@@ -231,7 +231,7 @@ def test_a_layer_that_comes_back_after_a_skipped_spike_has_the_right_gradient(
     """Layer ``a`` has a spike in a skipped step, drops out or is frozen for two, and comes back."""
     model, layers = distributed(layout)
     guard: Any = DistGradScaler("cpu", init_scale=2.0**10) if kind == "scaler" else StepGuard()
-    guard.attach(comm_hooks.register(model, "int8"))
+    guard.attach_comm_hook(comm_hooks.register(model, "int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
     for step in range(4):
@@ -248,7 +248,7 @@ def test_a_layer_that_comes_back_after_a_skipped_spike_has_the_right_gradient(
             found = unscaled_gradient(layers.a, guard.get_scale())
             assert relative(found, everyones_gradients(step).mean(0)) < 2e-2
         guard.step(optimizer)
-        assert guard.stepped(optimizer) == (step != 0)
+        assert guard.step_was_taken(optimizer) == (step != 0)
         guard.update()
 
 
@@ -259,7 +259,7 @@ def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, la
     """The first of the two is so large that its rounding error alone exceeds the second."""
     model, layers = distributed(layout)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
-    scaler.attach(comm_hooks.register(model, "int8"))
+    scaler.attach_comm_hook(comm_hooks.register(model, "int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
     for skips in (True, False):
@@ -274,7 +274,7 @@ def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, la
             # The error of one rounding at this scale is about 100.
             assert float(error.abs().max()) < 10
         scaler.step(optimizer)
-        assert scaler.stepped(optimizer) is not skips
+        assert scaler.step_was_taken(optimizer) is not skips
         scaler.update()
 
 

@@ -38,7 +38,7 @@ def _train(how: str, fused: bool, **calls: Any) -> list[Tensor]:
             optimizer.step()
             continue
         guard.step_all([optimizer], **calls)
-        assert guard.stepped(optimizer) is not (how == "guard" and number == BAD)
+        assert guard.step_was_taken(optimizer) is not (how == "guard" and number == BAD)
         guard.update()
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
@@ -48,7 +48,9 @@ def _train(how: str, fused: bool, **calls: Any) -> list[Tensor]:
 def test_a_gpt_goes_on_as_if_the_bad_step_had_been_left_out(by_norm):
     # The plan leaves out attention and norms, which both ranks of a tensor group have.
     calls = (
-        {"max_norm": 1.0, "sharded": lambda p: getattr(p, "device_mesh", None)} if by_norm else {}
+        {"max_norm": 1.0, "shard_group_fn": lambda p: getattr(p, "device_mesh", None)}
+        if by_norm
+        else {}
     )
     ours, without, torchs = (
         _train(how, by_norm, **calls) for how in ("guard", "left out", "torch")

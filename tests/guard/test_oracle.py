@@ -81,9 +81,13 @@ def planned(
 def perform(made: Any, optimizers: list[Any], call: str, max_norm: float, sharded: Any) -> None:
     """Make the calls of one iteration."""
     limit = LIMIT if max_norm else torch.full((), LIMIT, device=here())
-    by_norm: dict[str, Any] = {"max_norm": max_norm, "skip_norm_above": limit, "sharded": sharded}
+    by_norm: dict[str, Any] = {
+        "max_norm": max_norm,
+        "skip_norm_above": limit,
+        "shard_group_fn": sharded,
+    }
     if call == "together":
-        made.step_all(optimizers, together=True, sharded=sharded)
+        made.step_all(optimizers, all_or_none=True, shard_group_fn=sharded)
     elif call == "joint norm":
         made.step_all(optimizers, **by_norm)
     elif call == "step_all":
@@ -152,8 +156,8 @@ def compare(seed: int) -> None:
             else:
                 assert all(map(torch.equal, before[index], mine[index])), where
             counts = made.step_counts(optimizer)
-            assert [counts.taken, counts.skipped, counts.spikes] == expected[index], where
-            assert made.stepped(optimizer) is steps, where
+            assert [counts.taken, counts.skipped, counts.norm_skips] == expected[index], where
+            assert made.step_was_taken(optimizer) is steps, where
             if call in BY_NORM and math.isfinite(norm):
                 assert made.grad_norm(optimizer).item() == pytest.approx(norm, rel=2e-2), where
             for parameter, right in zip(mine[index], theirs[index], strict=True):

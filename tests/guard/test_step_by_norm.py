@@ -23,9 +23,13 @@ def test_a_disabled_scaler_clips_and_leaves_spikes_out_and_says_so():
     (parameter, optimizer), scaler = sgd(0.0, 0.0), DistGradScaler("cpu", enabled=False)
     for gradient, norm in (([30.0, 40.0], 50.0), ([3.0, 4.0], 5.0)):
         iteration(scaler, optimizer, parameter, gradient, max_norm=1.0, skip_norm_above=10.0)
-        told = scaler.stepped(optimizer), scaler.found_inf(optimizer), scaler.grad_norm(optimizer)
+        told = (
+            scaler.step_was_taken(optimizer),
+            scaler.found_inf(optimizer),
+            scaler.grad_norm(optimizer),
+        )
         assert told == (norm < 10.0, norm > 10.0, norm)
-    assert scaler.step_counts(optimizer).spikes == 1
+    assert scaler.step_counts(optimizer).norm_skips == 1
     assert parameter.tolist() == pytest.approx([-0.6, -0.8])
 
 
@@ -34,7 +38,7 @@ def test_spikes_are_not_counted_towards_the_limit_of_skips_and_an_inf_is_none():
     for gradient in (10.0, 10.0, 10.0, INF, 10.0):
         iteration(guard, optimizer, parameter, gradient, skip_norm_above=1.0)
     counts = guard.step_counts(optimizer)
-    assert (counts.taken, counts.skipped, counts.spikes) == (0, 1, 4)
+    assert (counts.taken, counts.skipped, counts.norm_skips) == (0, 1, 4)
     with pytest.raises(NonFiniteGradientsError):
         iteration(guard, optimizer, parameter, INF, skip_norm_above=1.0)
 
@@ -94,7 +98,7 @@ class OfItsOwn(torch.optim.SGD):
 
 def test_what_a_step_by_norm_refuses():
     (parameter, optimizer), guard = sgd(), StepGuard()
-    for name, value in {"max_norm": 1.0, "sharded": bool, "replicated": bool}.items():
+    for name, value in {"max_norm": 1.0, "shard_group_fn": bool, "is_replicated_fn": bool}.items():
         with pytest.raises(TypeError, match=f"a {name} of its own"):
             guard.step(OfItsOwn([parameter], lr=1.0), **{"skip_norm_above": 9.0, name: value})
     with pytest.raises(CallOrderError, match="before a norm was measured"):
@@ -117,7 +121,7 @@ MAKERS = [StepGuard, cpu_scaler, _disabled]
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_step_takes_the_declarations_of_a_clip(make, fused):
     """Rank 0 has an expert with gradient 3, rank 1 one with 4, so the norm is 5; or replicas."""
-    declarations = {"sharded": 5.0, "replicated": 3.5355339}
+    declarations = {"shard_group_fn": 5.0, "is_replicated_fn": 3.5355339}
     for name, norm in declarations.items():
         (parameter, optimizer), made = sgd(0.0, fused=fused), make()
         gradient = [3.0, 4.0][dist.get_rank()]
@@ -151,7 +155,7 @@ def _gradients_of_a_skip(make: Any, name: str, **limits: float) -> list[Any]:
     (parameter,) = source_of(optimizer).parameters()
     backward(made, parameter, [30.0, 40.0])
     made.step(optimizer, skip_norm_above=10.0, **limits)
-    assert not made.stepped(optimizer)
+    assert not made.step_was_taken(optimizer)
     return [each.grad for pair in source_of(optimizer).stepped() for each in pair]
 
 
@@ -187,7 +191,7 @@ def test_an_earlier_skip_stays_one(make, fused, calls):
     for optimizer in (of_good, of_bad):
         assert made.found_inf(optimizer).item() == 1.0
         made.step(optimizer, **calls)
-        assert not made.stepped(optimizer)
+        assert not made.step_was_taken(optimizer)
     assert (good.item(), bad.item()) == (1.0, 1.0)
 
 
@@ -201,7 +205,7 @@ def test_replicas_are_compared_again_where_more_take_part_or_are_declared_otherw
         alike.grad = torch.ones(2)
         apart.grad = torch.full((2,), 1.0 + dist.get_rank())
         if first == "declared" and step < 2:
-            guard.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: p is apart)
+            guard.clip_grad_norm_(optimizer, 1.0, shard_group_fn=lambda p: p is apart)
             guard.step(optimizer)
         elif step < 2:
             apart.grad = None

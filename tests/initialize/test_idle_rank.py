@@ -54,9 +54,9 @@ def test_it_takes_part_in_a_clip_and_in_a_step_by_the_norm(level):
         amp.zero_grad()
         backward(amp)
         if clips:
-            norms.append(amp.clip_grad_norm_(1.0, sharded=lambda param: True).item())
+            norms.append(amp.clip_grad_norm_(1.0, shard_group_fn=lambda param: True).item())
         else:
-            assert amp.step(max_norm=1.0, sharded=lambda param: True)
+            assert amp.step(max_norm=1.0, shard_group_fn=lambda param: True)
             continue
         assert amp.step()
     everyone: list[Any] = [None, None]

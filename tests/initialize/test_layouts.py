@@ -71,7 +71,7 @@ def trained(layout: str, level: str) -> Any:
     breaches = amp.check(lambda: nets.train(amp, [share(next(batches(1)), layout)], 0.5))
     assert not breaches, str(breaches)
     for hook in amp.comm_hooks:
-        amp.scaler.detach(hook)  # raises where it was not attached
+        amp.scaler.detach_comm_hook(hook)  # raises where it was not attached
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_hook_that_was_registered_by_hand_is_attached(layout):
     hook = register(model, "fp16")
     amp = initialize(model, adam(model), "bf16")
     assert amp.comm_hooks == (hook,)
-    amp.scaler.detach(hook)  # raises where it was not attached
+    amp.scaler.detach_comm_hook(hook)  # raises where it was not attached
 
 
 @on_ranks(2)

@@ -100,7 +100,7 @@ class Job:
         self.amp = initialize(model, optimizer, level, max_consecutive_skips=3)
         self.guard = self.amp.scaler
         assert isinstance(self.guard, StepGuard)
-        self.guard.attach(self.hook)
+        self.guard.attach_comm_hook(self.hook)
         self.average = [p.detach().clone() for p in model.parameters()]
         self.norms = torch.full((WINDOW,), math.nan)
         self.level, self.step, self.loss = level, 0, math.nan
@@ -163,7 +163,7 @@ class Job:
             "loss": self.loss,
             "skips": counts.skipped,
             "spikes": spikes,
-            "unplanned": counts.spikes - spikes,
+            "unplanned": counts.norm_skips - spikes,
         }
 
     def digest(self) -> str:

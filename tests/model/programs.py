@@ -230,7 +230,7 @@ def _steps(
             case "STEP":
                 made.step_all(given)
             case "STEP_BY_NORM":
-                made.step_all(given, max_norm=1.0, skip_norm_above=1e3, sharded=made.look)
+                made.step_all(given, max_norm=1.0, skip_norm_above=1e3, shard_group_fn=made.look)
     finally:  # a step at the limit of skips raises, and counts
         for hook in hooks:
             hook.remove()

@@ -41,12 +41,12 @@ def _norms(name: str) -> Any:
     gradients = [p.grad for p in reference.parameters.values() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     expected = [torch.linalg.vector_norm(flat, norm_type).item() for norm_type in TYPES]
-    clip = functools.partial(scaler.clip_grad_norm_, optimizer, sharded=layout.sharded)
+    clip = functools.partial(scaler.clip_grad_norm_, optimizer, shard_group_fn=layout.sharded)
     found = [clip(1e30, norm_type) for norm_type in TYPES]
     clip(found[0] / 2)
     by_function = functools.partial(clip_grad_norm_, process_group=group)
     for by in (scaler.clip_grad_norm_, disabled.clip_grad_norm_, by_function):
-        found.append(by(optimizer, 1e30, sharded=layout.sharded))
+        found.append(by(optimizer, 1e30, shard_group_fn=layout.sharded))
         expected.append(expected[0] / 2)
     return [norm.item() for norm in found], expected
 
@@ -149,20 +149,24 @@ def _clip(*gradients: float, marks: tuple[str, ...] = (), **declared: Any) -> fl
 PARTS: dict[str, Callable[[int], float | str]] = {
     "replicas": lambda rank: _clip(3.0, 4.0),
     "parts, not declared": lambda rank: _clip(3.0 + rank),
-    "a part by True": lambda rank: _clip(3.0 + rank, sharded=lambda _: True),
-    "a part over a group": lambda rank: _clip(3.0 + rank, sharded=lambda _: dist.group.WORLD),
-    "a part over a mesh": lambda rank: _clip(3.0 + rank, sharded=lambda _: mesh((2,), ("d",))),
+    "a part by True": lambda rank: _clip(3.0 + rank, shard_group_fn=lambda _: True),
+    "a part over a group": lambda rank: _clip(
+        3.0 + rank, shard_group_fn=lambda _: dist.group.WORLD
+    ),
+    "a part over a mesh": lambda rank: _clip(
+        3.0 + rank, shard_group_fn=lambda _: mesh((2,), ("d",))
+    ),
     "a replica whose last bits differ": lambda rank: _clip(
-        3.0 + 1e-4 * rank, 4.0, replicated=lambda _: True
+        3.0 + 1e-4 * rank, 4.0, is_replicated_fn=lambda _: True
     ),
     "a replica beside a part": lambda rank: _clip(
         3.0,
         0.0 if rank else 4.0,
-        replicated=lambda p: p.numel() == 1,
-        sharded=lambda p: p.numel() > 1,
+        is_replicated_fn=lambda p: p.numel() == 1,
+        shard_group_fn=lambda p: p.numel() > 1,
     ),
     "tensor_model_parallel": lambda rank: _clip(3.0 + rank, marks=("tensor_model_parallel",)),
-    "shared": lambda rank: _clip(5.0, marks=("shared",) * rank, sharded=lambda _: True),
+    "shared": lambda rank: _clip(5.0, marks=("shared",) * rank, shard_group_fn=lambda _: True),
     "not finite": lambda rank: _clip(INF if rank else 1.0, 1.0),
 }
 
@@ -173,7 +177,7 @@ def test_each_parameter_is_counted_once(name):
     found = PARTS[name](dist.get_rank())
     if name == "parts, not declared":
         assert "GradientError" in str(found)
-        assert "sharded=" in str(found)
+        assert "shard_group_fn=" in str(found)
     else:
         assert found == pytest.approx(math.inf if name == "not finite" else 5.0, rel=1e-4)
 
@@ -196,7 +200,7 @@ def test_a_clip_of_replicas_that_were_found_alike_is_one_message(norm_type, mess
     """The norm is in that message, except that a largest magnitude is no sum."""
     share = 1.0 if layout == "replicas" else 1.0 + dist.get_rank()
     whole = [3.0, 4.0] if layout == "replicas" else [3.0, 4.0, 6.0, 8.0]
-    declared: Any = {} if layout == "replicas" else {"sharded": lambda _: True}
+    declared: Any = {} if layout == "replicas" else {"shard_group_fn": lambda _: True}
     weight = torch.ones(2, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), cpu_scaler(init_scale=4.0)
     counts = []
@@ -229,7 +233,7 @@ def test_an_overflow_beside_the_clipped_parameters_skips_the_step_and_leaves_the
         assert guard.found_inf(optimizer).item() == float(overflows)
         guard.step(optimizer)
         guard.update()
-        assert guard.stepped(optimizer) is not overflows
+        assert guard.step_was_taken(optimizer) is not overflows
 
 
 def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not():
@@ -270,12 +274,12 @@ def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_o
     )
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), cpu_scaler()
     scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
-    with pytest.raises(GradientError, match="sharded="):
+    with pytest.raises(GradientError, match="shard_group_fn="):
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.update()
     optimizer.zero_grad()
     scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, sharded=lambda p: grid["shard"])
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, shard_group_fn=lambda p: grid["shard"])
     assert norm.item() == pytest.approx(math.sqrt(10.0), rel=1e-6)
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     left = torch.cat([torch.zeros(1), *grads]).square().sum()

@@ -95,7 +95,7 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
 
 
 def clips_otherwise(job: Job, what: str) -> None:
-    other = {"max_norm": 2.0, "norm_type": 1.0, "sharded": lambda _: True}
+    other = {"max_norm": 2.0, "norm_type": 1.0, "shard_group_fn": lambda _: True}
     job.backward()
     job.scaler.unscale_(job.b)
     for optimizer in (job.a, job.b):
@@ -164,7 +164,7 @@ def _one_holds_float16(job: Job) -> None:
 ERRORS: dict[str, Callable[[Job], Any]] = {
     "FP16 gradients": _one_holds_float16,
     "KeyError": lambda job: job.scaler.clip_grad_norm_(
-        job.a, 1.0, sharded=lambda _: {False: True}[job.odd]
+        job.a, 1.0, shard_group_fn=lambda _: {False: True}[job.odd]
     ),
     "not object": lambda job: job.scaler.step(object() if job.odd else job.a),
     "given twice": lambda job: job.scaler.step_all([job.a] * (1 + job.odd)),
@@ -175,7 +175,7 @@ ERRORS: dict[str, Callable[[Job], Any]] = {
         [job.stranger if job.odd else job.first], 1.0
     ),
     "declared both": lambda job: job.scaler.clip_grad_norm_(
-        job.a, 1.0, sharded=lambda _: job.odd, replicated=lambda _: True
+        job.a, 1.0, shard_group_fn=lambda _: job.odd, is_replicated_fn=lambda _: True
     ),
 }
 
@@ -251,7 +251,7 @@ def test_ranks_agree_over_a_group_and_its_first_one_names_who_overflowed(by, kin
         assert "step 1 of SGD over 1 parameters" in line
         assert "on rank 2" in line
         assert ("loss scale" in line) is (by == "scaler")
-    assert made.stepped(optimizer) is (rank in (1, 3))
+    assert made.step_was_taken(optimizer) is (rank in (1, 3))
     if rank in (0, 2):
         assert [each.rank for each in made.nonfinite_report().overflows] == [2]
 

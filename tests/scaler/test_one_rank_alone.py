@@ -282,7 +282,7 @@ def test_an_error_that_all_ranks_make_alike_leaves_all_as_they_were(unscales, by
     training.guard.step(training.optimizer)
     assert error_of(training.guard.step, training.optimizer)[0] == "CallOrderError"
     assert error_of(training.guard.unscale_, training.optimizer)[0] == "CallOrderError"
-    assert training.guard.stepped(training.optimizer)
+    assert training.guard.step_was_taken(training.optimizer)
     training.guard.update()
     training.iteration(max_norm=1.0)
     counts = training.guard.step_counts(training.optimizer)
@@ -313,13 +313,13 @@ def test_a_step_without_a_gradient_on_any_rank_raises_on_every_rank(max_norm, fu
 @pytest.mark.parametrize("by", GUARDS)
 @pytest.mark.parametrize("by_norm", [False, True])
 def test_a_rank_without_gradients_steps_beside_one_that_has_some(by_norm, by):
-    norm: Any = {"max_norm": 1.0, "sharded": lambda _: True} if by_norm else {}
+    norm: Any = {"max_norm": 1.0, "shard_group_fn": lambda _: True} if by_norm else {}
     training = Training(by)
     training.backward()
     if training.odd:
         training.optimizer.zero_grad()
     training.guard.step(training.optimizer, **norm)
-    assert training.guard.stepped(training.optimizer)
+    assert training.guard.step_was_taken(training.optimizer)
     assert training.guard.step_counts(training.optimizer).taken == 2
 
 
@@ -342,10 +342,10 @@ def test_an_optimizer_that_is_idle_beside_others_is_not_stepped_and_not_counted(
         if trains and (number == 3 or training.odd):
             training.guard.scale(critic(torch.ones(1, 2)).sum()).backward()
         training.guard.step_all([training.optimizer, other], max_norm=max_norm)
-        assert training.guard.stepped(training.optimizer)
+        assert training.guard.step_was_taken(training.optimizer)
         assert training.guard.taken_flag(training.optimizer)
         assert training.guard.taken_flag(other).item() is trains
-        assert training.guard.stepped(other) is trains
+        assert training.guard.step_was_taken(other) is trains
         assert training.guard.found_inf(other).item() == 0.0
         training.guard.update()
         assert (critic.weight.tolist() == before) is (number < 3)
@@ -367,7 +367,7 @@ def test_the_result_of_a_step_is_false_for_an_idle_optimizer(level):
         amp.backward((amp.models[0](torch.ones(2, 4)) * factor).sum())
         result = amp.step()
         results.append([bool(flag) for flag in (result, *result.optimizers)])
-        assert not amp.scaler.stepped(optimizers[1])
+        assert not amp.scaler.step_was_taken(optimizers[1])
         assert amp.scaler.found_inf(optimizers[1]).item() == 0.0
     assert results == [[True, True, False], [False, False, False]]
     assert amp.scaler.step_counts(optimizers[1]).taken == 0

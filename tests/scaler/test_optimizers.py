@@ -173,7 +173,7 @@ def test_a_wrapper_and_what_it_wraps_are_one_optimizer(name, through, fused):
         scaler.step(second)
         assert "already been called" in error_of(scaler.step, first)[1]
         scaler.update()
-        told = [(scaler.stepped(o), scaler.found_inf(o).item()) for o in both]
+        told = [(scaler.step_was_taken(o), scaler.found_inf(o).item()) for o in both]
         assert told == [(gradient != INF, float(gradient == INF))] * 2
     inner.zero_grad()
     backward(scaler, parameter, 4.0)

@@ -176,7 +176,7 @@ def _skip(way: str, make: Any, gradients: dict[str, Tensor]) -> list[str]:
         parameter.grad = given.clone().to(parameter.dtype)
     with logged("distamp.scaler" if make is cpu_scaler else "distamp.guard") as lines:
         if "together" in way:
-            made.step_all(optimizers, together=True)
+            made.step_all(optimizers, all_or_none=True)
         elif way == "step_all":
             made.step_all(optimizers)
         else:

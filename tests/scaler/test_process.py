@@ -180,7 +180,7 @@ def test_a_disabled_scaler_answers_everything_checks_nothing_and_does_nothing() 
         assert scaler.scale(outputs) is outputs
     iteration(scaler, optimizer, parameter, 0.25, unscale=True)
     assert scaler.step(optimizer, closure=lambda: torch.tensor(3.0)) == 3.0
-    assert (scaler.stepped(optimizer), scaler.is_unscaled(optimizer)) == (True, False)
+    assert (scaler.step_was_taken(optimizer), scaler.is_unscaled(optimizer)) == (True, False)
     assert (parameter.item(), scaler.get_scale(), scaler.found_inf(optimizer)) == (0.5, 1.0, 0.0)
     for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert twin.scale(parameter) is parameter

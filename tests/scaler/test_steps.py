@@ -63,7 +63,7 @@ def test_sparse_gradients_are_as_dense_ones(values, call):
                 norm = scaler.clip_grad_norm_(optimizer, 0.25, norm_type)
                 assert not finite or norm.item() == pytest.approx(exact.item(), rel=1e-3)
         scaler.step(optimizer, **({"max_norm": 0.25} if call == "max_norm" else {}))
-        assert scaler.stepped(optimizer) == finite, (dtype, indices)
+        assert scaler.step_was_taken(optimizer) == finite, (dtype, indices)
         expected = 1.0 - gradient if finite else torch.ones(3, 2)
         torch.testing.assert_close(table.detach().float(), expected, rtol=1e-3, atol=0)
 
@@ -118,5 +118,8 @@ def test_what_is_told_of_each_iteration_and_before_its_time():
         assert (flag.shape, flag.dtype, flag.item()) == ((), torch.float32, bad)
         scaler.step(optimizer)
         scaler.update()
-        assert (scaler.stepped(optimizer), scaler.found_inf(optimizer).item()) == (not bad, bad)
+        assert (scaler.step_was_taken(optimizer), scaler.found_inf(optimizer).item()) == (
+            not bad,
+            bad,
+        )
     assert scaler.step_counts(optimizer) == StepCounts(taken=2, skipped=2)

@@ -28,7 +28,7 @@ def _train(how: str, wire: str, attach: bool, ranks_per_host: int, kind: str) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **{kind: True})
     scaler = DistGradScaler(device_type(), init_scale=2.0**10, growth_interval=3)
     if attach:
-        scaler.attach(state)
+        scaler.attach_comm_hook(state)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, taken = [], []
     for step in range(6):
@@ -37,7 +37,7 @@ def _train(how: str, wire: str, attach: bool, ranks_per_host: int, kind: str) ->
         bad = step == 2 and dist.get_rank() == 1
         scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
         scaler.step(optimizer)
-        taken.append(scaler.stepped(optimizer))
+        taken.append(scaler.step_was_taken(optimizer))
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.detach())

@@ -122,7 +122,7 @@ def test_more_optimizers_than_a_message_has_words_for(norm):
     assert {each.taken for each in counts[:28]} == {1 if norm else 2}
     assert (counts[28].taken, counts[28].skipped) == (0, 0)
     assert (counts[29].taken, counts[29].skipped) == (1, 1)
-    assert not guard.stepped(optimizers[28])
+    assert not guard.step_was_taken(optimizers[28])
 
 
 @on_devices(2)
@@ -142,9 +142,9 @@ def test_the_result_of_a_step_is_false_for_an_idle_optimizer(fused, norm):
         amp.backward((amp.models[0](torch.ones(2, 4, device="sim")) * factor).sum())
         if trains and dist.get_rank():
             amp.backward(amp.models[1](torch.ones(2, 4, device="sim")).sum())
-        result = amp.step(**norm, **({"sharded": lambda _: True} if norm else {}))
+        result = amp.step(**norm, **({"shard_group_fn": lambda _: True} if norm else {}))
         assert amp.scaler.found_inf(optimizers[1]).item() == 0.0
-        assert amp.scaler.stepped(optimizers[1]) is trains
+        assert amp.scaler.step_was_taken(optimizers[1]) is trains
         assert [bool(flag) for flag in (result, *result.optimizers)] == expected
     counts = amp.scaler.step_counts(optimizers[1])
     assert (counts.taken, counts.skipped) == (1, 0)

@@ -133,7 +133,7 @@ def train(name: str) -> tuple[list[float], list[float]]:
             norms.append(float(clip_as_verl(net)))
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.stepped(optimizer) is (step != FAULT)
+        assert scaler.step_was_taken(optimizer) is (step != FAULT)
         if step == FAULT:
             torch.testing.assert_close(held(net, optimizer), before, rtol=0, atol=0)
         optimizer.zero_grad()

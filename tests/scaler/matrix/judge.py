@@ -93,7 +93,7 @@ def _judge(members: list[tuple[int, Outcome]], layout: type[Layout]) -> list[str
                     f"{'skipped, parameters moved' if skip else 'stepped, nothing moved'}"
                 )
             if o.said_stepped and o.said_stepped[index] == skip:
-                found.append(f"rank {rank}, optimizer {index}: stepped() says {not skip}")
+                found.append(f"rank {rank}, optimizer {index}: step_was_taken() says {not skip}")
         if not o.deviation <= layout.tolerance:
             found.append(f"rank {rank}: parameters are {o.deviation:.3g} off the reference")
         if not any(o.expected_skips):

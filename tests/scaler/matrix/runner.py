@@ -42,7 +42,7 @@ SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
     ),
     "guard": lambda program, layout: StepGuard(layout.process_group()),
     "torch": lambda program, layout: _made(torch.amp.GradScaler, program),
-    "sharded": lambda program, layout: _made(
+    "shard_group_fn": lambda program, layout: _made(
         ShardedGradScaler, program, process_group=_group(layout) or dist.group.WORLD
     ),
     "none": lambda program, layout: torch.amp.GradScaler(device_type(), enabled=False),
@@ -134,7 +134,7 @@ class Runner:
             for old, o in zip(before, self.optimizers, strict=True)
         ]
         if hasattr(self.scaler, "stepped"):
-            outcome.said_stepped = [self.scaler.stepped(o) for o in self.optimizers]
+            outcome.said_stepped = [self.scaler.step_was_taken(o) for o in self.optimizers]
         for part, skipped in enumerate(outcome.expected_skips):
             if not skipped:
                 self.reference.step(part)
@@ -206,7 +206,7 @@ class Runner:
         if iteration.order != "clip":
             scaler.step(optimizer)
             return
-        clip: dict[str, Any] = {"max_norm": MAX_NORM, "sharded": self.layout.sharded}
+        clip: dict[str, Any] = {"max_norm": MAX_NORM, "shard_group_fn": self.layout.sharded}
         # In the step itself, but where a norm of what is still scaled overflows.
         if iteration.micro == 2 and hasattr(scaler, "grad_norm") and scaler.get_scale() < 2.0**48:
             scaler.step_all([optimizer], **clip)
