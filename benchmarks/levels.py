@@ -30,7 +30,7 @@ from torch.utils.data import default_collate
 
 from benchmarks.common import command, environment, table
 from distamp import cast_model, initialize
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from distamp.scaler import DynamicLossScale
 from launch.config import Config
 from launch.data import load_data, order

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import command, interleave, median, ratio, table
 from distamp import DistGradScaler, initialize
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from distamp.scaler import MasterParameters
 from launch.config import Config
 from launch.model import GPT

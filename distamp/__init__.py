@@ -28,9 +28,9 @@ from distamp.errors import (
     RankMismatchError,
 )
 from distamp.guard import StepGuard, clip_grad_norm_
-from distamp.initialize import cast_model, float8_layers, initialize
 from distamp.installation import install, uninstall
-from distamp.precision import PrecisionLevel
+from distamp.levels import cast_model, float8_layers, initialize
+from distamp.precision_level import PrecisionLevel
 from distamp.report import (
     ContractReport,
     Finding,

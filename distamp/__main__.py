@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from distamp.doctor import diagnose
-from distamp.precision import LEVELS
+from distamp.precision_level import LEVELS
 from distamp.report import PrecisionContract, preflight
 
 __all__ = ["main", "parser"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import initialize
-from distamp.initialize import Amp
+from distamp.levels import Amp
 
 STEPS = 10
 

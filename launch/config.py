@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from distamp import PrecisionLevel
-from distamp.precision import LEVELS
+from distamp.precision_level import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
 from launch.program import UnknownNameError, call, command, refusing, require
 

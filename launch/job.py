@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from distamp import cast_model, initialize
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from distamp.scaler import DynamicLossScale
 from launch.config import Config
 from launch.data import Data

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from launch.config import Config
 from launch.model import blocks_of, unwrapped
 from launch.program import load_own, refusing, require

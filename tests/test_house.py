@@ -22,12 +22,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
-FOUNDATION = {"callers", "errors", "module_names", "precision", "protocols"}
+FOUNDATION = {"callers", "errors", "module_names", "precision_level", "protocols"}
 GRADIENTS = {"host", "optimizers", "fsdp_params", "gradients", "sources"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "module_names": set(),
-    "precision": {"errors", "module_names"},
+    "precision_level": {"errors", "module_names"},
     "protocols": set(),
     "callers": set(),
     # Gradients, from parameters to local tensors: what a scaler and masters stand on.
@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},
-    "initialize": {
+    "levels": {
         *FOUNDATION,
         *GRADIENTS,
         "groups",
@@ -70,14 +70,14 @@ ROOMS: dict[str, set[str]] = {
         "report",
         "scaler",
         "comm_hooks",
-        "initialize",
+        "levels",
         "installation",
         "cpu",
         "cuda",
     },
     # Tries every other room, and what `import distamp` gives.
-    "doctor": {"", *FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize"},
-    "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "initialize", "doctor"},
+    "doctor": {"", *FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "levels"},
+    "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "levels", "doctor"},
 }
 # Behind extras: imported where they are used, which a test of imports sees.
 OPTIONAL = {"matplotlib", "fairscale", "numpy", "torchao"}

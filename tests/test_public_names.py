@@ -152,7 +152,7 @@ SPELLINGS = [
     "import distamp.autocast as cls",
     "import distamp.autocast.state, distamp; cls = distamp.autocast",
     "from distamp.autocast import AutocastState; from distamp import autocast as cls",
-    "import distamp.initialize.entry; from distamp import initialize, autocast as cls",
+    "import distamp.levels.initialize; from distamp import initialize, autocast as cls",
     "import distamp.cuda.amp; cls = distamp.autocast",
     "from distamp import *; cls = autocast",
     "from distamp.autocast import *; cls = autocast",

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from distamp.errors import ConfigError
 from distamp.groups import GroupLike
-from distamp.precision import PrecisionLevel
+from distamp.precision_level import PrecisionLevel
 from distamp.report.following import (
     begin_call,
     every_rank,

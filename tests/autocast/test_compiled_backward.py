@@ -16,7 +16,7 @@ from torch._functorch import config
 
 from distamp import AutocastState, autocast, initialize, propagate, set_module_precision
 from distamp.autocast import OpLists
-from tests.initialize.cells import wrapped
+from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distamp import cast_model, initialize
-from distamp.initialize import Amp
+from distamp.levels import Amp
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,

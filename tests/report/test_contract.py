@@ -18,7 +18,7 @@ import distamp
 from distamp import ConfigError, ContractReport, PrecisionContract
 from distamp.comm_hooks import register
 from tests.autocast.counting import Calls
-from tests.initialize.nets import train
+from tests.levels.nets import train
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 from tests.report.plants_contract import PLANTS

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distamp
 from distamp.errors import CallOrderError
-from tests.initialize.cells import wrapped
+from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.place import here
 from tests.ranks import RankPool, logged, mesh

@@ -23,7 +23,7 @@ from distamp.gradients import local_of
 from distamp.report import lost_updates
 from distamp.scaler import master_params
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
-from tests.initialize.cells import wrapped
+from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

@@ -18,7 +18,7 @@ import distamp
 from distamp import DistGradScaler, StepGuard, host
 from distamp.errors import RankMismatchError
 from distamp.masters import MasterParameters
-from distamp.precision import LEVELS
+from distamp.precision_level import LEVELS
 from tests.on_ranks import on_devices
 from tests.place import here
 from tests.ranks import logged, mesh

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import DistGradScaler
-from tests.initialize.cells import Adapted
+from tests.levels.cells import Adapted
 from tests.trainers.common import (
     FAULT,
     STEPS,

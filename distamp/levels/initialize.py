@@ -16,19 +16,19 @@ from distamp.comm_hooks.registration import hook_of, register
 from distamp.errors import ConfigError
 from distamp.groups import resolve
 from distamp.guard import StepGuard
-from distamp.initialize.amp import Amp
-from distamp.initialize.casting import prepare
-from distamp.initialize.checks import check
-from distamp.initialize.kept import Pins, match_patterns, pin_all, return_model_dtype
-from distamp.initialize.rank_setup import (
+from distamp.levels.amp import Amp
+from distamp.levels.casting import prepare
+from distamp.levels.checks import check
+from distamp.levels.kept import Pins, match_patterns, pin_all, return_model_dtype
+from distamp.levels.rank_setup import (
     compare_setups,
     idle_optimizers,
     setup_of,
     unmatched_on_some,
 )
-from distamp.initialize.wrappers import Wrapping, recognise
+from distamp.levels.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
-from distamp.precision import PrecisionLevel
+from distamp.precision_level import PrecisionLevel
 from distamp.scaler import (
     DistGradScaler,
     DynamicLossScale,
@@ -78,7 +78,7 @@ def initialize(
         optimizers: One or several, over parameters of the models. An empty list for a rank that
             trains nothing beside others that train, such as a frozen pipeline stage: it takes part
             in every message of `Amp.step`. None to only run the model; then nothing is sent.
-        opt_level: A name in ``distamp.precision.LEVELS``, or a `PrecisionLevel`.
+        opt_level: A name in ``distamp.levels.LEVELS``, or a `PrecisionLevel`.
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
         master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
         loss_scale: As in Apex: a number or ``"dynamic"``.

@@ -8,7 +8,7 @@ from torch import nn
 
 from distamp import initialize
 from distamp.errors import CallOrderError
-from distamp.initialize.amp import Amp
+from distamp.levels.amp import Amp
 from tests.on_ranks import on_ranks
 
 

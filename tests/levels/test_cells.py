@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.initialize.cells import CELLS, LAYOUTS, LEVELS, cell, judge, level_of, reference
+from tests.levels.cells import CELLS, LAYOUTS, LEVELS, cell, judge, level_of, reference
 from tests.ranks import RankPool
 
 

@@ -13,10 +13,10 @@ from distamp.autocast import OpLists, pin_of
 from distamp.autocast.op_names import Category
 from distamp.comm_hooks.torch_compat import output_dtype_of
 from distamp.errors import ConfigError
-from distamp.initialize.casting import O2_OF, cast_as, check_cast_before, check_frozen
-from distamp.initialize.float8 import check_kernels
-from distamp.initialize.kept import Pins
-from distamp.initialize.wrappers import (
+from distamp.levels.casting import O2_OF, cast_as, check_cast_before, check_frozen
+from distamp.levels.float8 import check_kernels
+from distamp.levels.kept import Pins
+from distamp.levels.wrappers import (
     FSDP1,
     FSDP2,
     Wrapping,
@@ -27,7 +27,7 @@ from distamp.initialize.wrappers import (
 from distamp.masters import masters_of, refuse_held, refuse_share
 from distamp.module_names import module_names
 from distamp.optimizers import parameters_of
-from distamp.precision import PrecisionLevel
+from distamp.precision_level import PrecisionLevel
 
 __all__ = ["check", "check_trained"]
 

@@ -3,7 +3,7 @@
 One step of a small net on four gloo ranks, beside the same step in float64 in one process. A cell
 is right if the step is within its precision's tolerance, all ranks agree, and `Amp.check` finds the
 level's contract kept. It is refused if distamp raised before anything changed.
-``python -m pytest -m slow tests/initialize/test_cells.py`` runs them all.
+``python -m pytest -m slow tests/levels/test_cells.py`` runs them all.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
-from distamp.precision import LEVELS as ROWS
-from distamp.precision import PrecisionLevel
+from distamp.precision_level import LEVELS as ROWS
+from distamp.precision_level import PrecisionLevel
 from tests.ranks import mesh
 
 __all__ = ["CELLS", "EXTRAS", "LAYOUTS", "LEVELS", "WORLD", "Outcome", "cell", "judge"]

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from distamp.errors import ConfigError
 from distamp.groups import GroupLike, resolve
-from distamp.initialize.float8 import convert
-from distamp.initialize.kept import (
+from distamp.levels.float8 import convert
+from distamp.levels.kept import (
     Pins,
     kept_fp32,
     match_patterns,
@@ -22,8 +22,8 @@ from distamp.initialize.kept import (
     pin_all,
     unmatched_everywhere,
 )
-from distamp.initialize.wrappers import recognise
-from distamp.precision import PrecisionLevel
+from distamp.levels.wrappers import recognise
+from distamp.precision_level import PrecisionLevel
 
 __all__ = ["O2_OF", "cast_as", "cast_model", "check_cast_before", "check_frozen", "prepare"]
 
@@ -57,7 +57,7 @@ def cast_model(
 
     Args:
         model: A module that no wrapper holds.
-        opt_level: A name in ``distamp.precision.LEVELS``, or a `PrecisionLevel`.
+        opt_level: A name in ``distamp.levels.LEVELS``, or a `PrecisionLevel`.
         keep_batchnorm_fp32: In place of the level's own.
         master_weights: In place of the level's own.
         precision: Modules in a precision of their own, by shell patterns over their names, as in

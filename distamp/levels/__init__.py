@@ -3,9 +3,9 @@
 ``from distamp import initialize`` is the function; this package holds it and what goes with it.
 """
 
-from distamp.initialize.amp import Amp, StepResult
-from distamp.initialize.casting import cast_model
-from distamp.initialize.entry import initialize
-from distamp.initialize.float8 import float8_layers
+from distamp.levels.amp import Amp, StepResult
+from distamp.levels.casting import cast_model
+from distamp.levels.float8 import float8_layers
+from distamp.levels.initialize import initialize
 
 __all__ = ["Amp", "StepResult", "cast_model", "float8_layers", "initialize"]

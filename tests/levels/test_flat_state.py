@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp.errors import ConfigError
-from distamp.initialize import Amp
-from tests.initialize.cells import wrapped
+from distamp.levels import Amp
+from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

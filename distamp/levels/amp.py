@@ -15,13 +15,13 @@ from distamp.clipping import Declared
 from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
 from distamp.guard import GUARDS, StepGuard
-from distamp.initialize.casting import O2_OF
-from distamp.initialize.checks import check_trained
-from distamp.initialize.flat_state import FlatState
-from distamp.initialize.gradient_sync import GradientSync
-from distamp.initialize.wrappers import SHARDED_DDP, name_of, recognise
+from distamp.levels.casting import O2_OF
+from distamp.levels.checks import check_trained
+from distamp.levels.flat_state import FlatState
+from distamp.levels.gradient_sync import GradientSync
+from distamp.levels.wrappers import SHARDED_DDP, name_of, recognise
 from distamp.optimizers import parameters_of
-from distamp.precision import PrecisionLevel
+from distamp.precision_level import PrecisionLevel
 from distamp.report import ContractReport, PrecisionContract
 from distamp.scaler import (
     DistGradScaler,

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
 from distamp.errors import CallOrderError, ConfigError
-from distamp.initialize import Amp
-from tests.initialize.cells import wrapped
+from distamp.levels import Amp
+from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh, subgroup
 

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from distamp.errors import ConfigError
 from distamp.gradients import is_dtensor, local_of
 from distamp.groups import GroupLike
-from distamp.initialize.weight_copies import (
+from distamp.levels.weight_copies import (
     SEPARATE_STATES,
     check_weight_copies,
     is_wrapper_subclass,
 )
-from distamp.initialize.wrappers import recognise
+from distamp.levels.wrappers import recognise
 from distamp.optimizers import inner_optimizer, unwrapped
 from distamp.scaler import masters_of
 from distamp.sources import GradientSource, source_of

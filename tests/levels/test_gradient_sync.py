@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from tests.collectives import count_collectives
 from tests.comm_hooks.training import agreed
-from tests.initialize.cells import whole, wrapped
+from tests.levels.cells import whole, wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distamp.errors import RankMismatchError
-from distamp.initialize.kept import unmatched_everywhere
+from distamp.levels.kept import unmatched_everywhere
 from distamp.optimizers import unwrapped
 
 __all__ = ["RankSetup", "compare_setups", "idle_optimizers", "setup_of", "unmatched_on_some"]

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import cast_model, initialize
 from distamp.comm_hooks import register
 from distamp.errors import CallOrderError
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from tests.collectives import count_collectives
 from tests.comm_hooks.training import agreed
-from tests.initialize import nets
-from tests.initialize.cells import whole, wrapped
-from tests.initialize.nets import SCALE, adam, backward, batches, loss_of, made_in, net
+from tests.levels import nets
+from tests.levels.cells import whole, wrapped
+from tests.levels.nets import SCALE, adam, backward, batches, loss_of, made_in, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import OpLists, PrecisionLevel, cast_model, initialize, set_module_precision
 from distamp.errors import ConfigError, DistampError
-from tests.initialize.cells import wrapped
-from tests.initialize.nets import made_in, net
+from tests.levels.cells import wrapped
+from tests.levels.nets import made_in, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

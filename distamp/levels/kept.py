@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from distamp.autocast import pin_of, set_module_precision
 from distamp.errors import ConfigError
 from distamp.module_names import module_names
-from distamp.precision import PrecisionLevel
+from distamp.precision_level import PrecisionLevel
 
 __all__ = [
     "Pins",

@@ -12,8 +12,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import cast_model, initialize
-from distamp.initialize import Amp
-from tests.initialize.cells import wrapped
+from distamp.levels import Amp
+from tests.levels.cells import wrapped
 
 CONTEXT = 4
 SCALE = 2.0**10

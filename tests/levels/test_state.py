@@ -11,9 +11,9 @@ from torch import Tensor
 
 from distamp import DistGradScaler, PrecisionLevel, StepGuard, initialize
 from distamp.errors import CallOrderError, ConfigError
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from distamp.scaler import HysteresisLossScale
-from tests.initialize.nets import adam, backward, batches, net, train, values
+from tests.levels.nets import adam, backward, batches, net, train, values
 from tests.scaler.steps import through_a_file
 
 BATCHES = [*batches(6)]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import distamp
 from distamp import initialize
 from distamp.errors import CallOrderError, LossScaleCollapseError
-from tests.initialize.nets import SCALE, adam, backward, batches, loss_of, net, train, values
+from tests.levels.nets import SCALE, adam, backward, batches, loss_of, net, train, values
 
 STEPS = 6
 LEVELS = ("O0", "O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3")

@@ -18,7 +18,7 @@ from distamp.comm_hooks.torch_compat import (
     paused_gradient_sync,
 )
 from distamp.errors import CallOrderError
-from distamp.initialize.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, name_of
+from distamp.levels.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, name_of
 
 __all__ = ["GradientSync"]
 

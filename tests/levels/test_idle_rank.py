@@ -9,7 +9,7 @@ from torch import nn
 
 from distamp import initialize
 from distamp.errors import CallOrderError
-from distamp.initialize import Amp
+from distamp.levels import Amp
 from tests.on_ranks import on_ranks
 
 

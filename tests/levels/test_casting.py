@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distamp import PrecisionLevel, cast_model, initialize, set_module_precision
-from tests.initialize.nets import batches, llama, loss_of, net
+from tests.levels.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

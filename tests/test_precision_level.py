@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distamp.errors import ConfigError
-from distamp.precision import LEVELS, PrecisionLevel
+from distamp.precision_level import LEVELS, PrecisionLevel
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
 from distamp.errors import ConfigError
-from tests.initialize import nets
-from tests.initialize.cells import EPS, Adapted
-from tests.initialize.nets import batches, llama, loss_of, net
+from tests.levels import nets
+from tests.levels.cells import EPS, Adapted
+from tests.levels.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 

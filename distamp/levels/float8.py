@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from distamp.autocast import pin_of
 from distamp.errors import ConfigError
-from distamp.initialize.kept import declared
-from distamp.precision import PrecisionLevel
+from distamp.levels.kept import declared
+from distamp.precision_level import PrecisionLevel
 
 __all__ = ["check_kernels", "computes_in_float8", "convert", "float8_layers"]
 

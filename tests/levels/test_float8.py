@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distamp import PrecisionLevel, cast_model, float8_layers, initialize, set_module_precision
 from distamp.errors import ConfigError
-from distamp.initialize import float8
-from tests.initialize import cells
+from distamp.levels import float8
+from tests.levels import cells
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
