@@ -24,7 +24,7 @@ def rank(number: int, port: int, destroy: bool) -> None:
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
     layers = [nn.Linear(64, 64) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
-    comm_hooks.register(model, "int8")
+    comm_hooks.register_comm_hook(model, "int8")
     for _ in range(2):
         model(torch.ones(2, 64)).sum().backward()
     if destroy:

@@ -50,7 +50,7 @@ def call_for(way: str) -> str:
         return f"model.register_comm_hook(None, {hook})"
     name, _, level = way.partition(" ")
     options = ", ranks_per_host=1" if level else ""
-    return f'comm_hooks.register(model, "{name}"{options})'
+    return f'comm_hooks.register_comm_hook(model, "{name}"{options})'
 
 
 def make_ways(bucket: Tensor) -> dict[str, Callable[[], object]]:
@@ -71,7 +71,7 @@ def make_ways(bucket: Tensor) -> dict[str, Callable[[], object]]:
         for level, ranks_per_host in (("", None), (ONE_LEVEL, 1)):
             layer = nn.Linear(bucket.numel(), 1, bias=False, device=bucket.device)
             model = DistributedDataParallel(layer)
-            hook = comm_hooks.register(model, name, ranks_per_host=ranks_per_host)
+            hook = comm_hooks.register_comm_hook(model, name, ranks_per_host=ranks_per_host)
             average = functools.partial(hook.average, bucket, [layer.weight])
             if not hook.stats().left_off:
                 ways[name + level] = lambda average=average: average().wait()

@@ -134,7 +134,7 @@ def _fsdp2(model: GPT, name: str) -> nn.Module:
         fully_shard(part, **settings)
     if name not in (FP32, POLICY):
         gather = "int8" if name == BOTH else None
-        comm_hooks.register(model, gather or name, gather=gather)
+        comm_hooks.register_comm_hook(model, gather or name, param_format=gather)
     return model
 
 

@@ -223,14 +223,14 @@ class PrecisionLevel:
             "parameters": param if half else "fp32",
             "compute": compute if self.float8 is None else (compute, "fp8"),
             "norms": either,
-            "gather": (*either, "fp8")[: 3 if self.float8_all_gather else 2]
+            "param_all_gather": (*either, "fp8")[: 3 if self.float8_all_gather else 2]
             # FSDP gathers the next unit while this one runs, so what is kept shows anywhere.
             if self.autocasts or kept or pins
             else compute,
             # A policy may reduce in more, as FSDP's pages advise.
-            "reduce": either if self.casts_model else (_SHORT[self.reduce],),
+            "grad_reduce": either if self.casts_model else (_SHORT[self.reduce],),
             "activations": sent if self.autocasts else compute,
-            "masters": steps,
+            "master_weights": steps,
             "optimizer_state": steps,
             "modules": {
                 **{name: {"parameters": "fp32"} for name in kept},

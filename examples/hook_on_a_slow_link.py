@@ -23,7 +23,7 @@ def train(wire: str | None, steps: int = 60) -> tuple[float, float, str]:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
-    hook = comm_hooks.register(model, wire) if wire else None
+    hook = comm_hooks.register_comm_hook(model, wire) if wire else None
     if hook is not None:
         scaler.attach_comm_hook(hook)  # tells it the scale, and of skipped steps
     generator = torch.Generator().manual_seed(dist.get_rank())

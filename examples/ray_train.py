@@ -33,7 +33,7 @@ def train(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     model = DistributedDataParallel(net)
-    hook = comm_hooks.register(model, "fp16")
+    hook = comm_hooks.register_comm_hook(model, "fp16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
     scaler.attach_comm_hook(hook)

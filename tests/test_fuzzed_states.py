@@ -80,7 +80,7 @@ def amp() -> Subject:
 
 def hook() -> Subject:
     model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
-    made = comm_hooks.register(model, "int8")
+    made = comm_hooks.register_comm_hook(model, "int8")
     return Subject(
         made.load_state_dict,
         [made.state_dict],

@@ -90,7 +90,7 @@ COLLECTIVE = {
     "clip_grad_norm_",
     "find_first_nonfinite",
     "initialize",
-    "register",
+    "register_comm_hook",
 }
 
 

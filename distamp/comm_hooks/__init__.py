@@ -1,7 +1,7 @@
 """Gradient communication in fewer bytes: fp16 on the wire, fp32 in the sum."""
 
 from distamp.comm_hooks.formats import COMM_FORMATS, CommFormat, comm_format
-from distamp.comm_hooks.registration import register
+from distamp.comm_hooks.registration import register_comm_hook
 from distamp.comm_hooks.state import CommHook
 from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.torch_hooks import (
@@ -27,5 +27,5 @@ __all__ = [
     "fp16_compress_wrapper",
     "fsdp_bf16_compress_hook",
     "fsdp_fp16_compress_hook",
-    "register",
+    "register_comm_hook",
 ]

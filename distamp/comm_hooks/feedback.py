@@ -163,7 +163,7 @@ class ErrorFeedback:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Give parameters the names by which a checkpoint knows them; `register` does."""
+        """Give parameters the names by which a checkpoint knows them; `register_comm_hook` does."""
         self._names = {id(parameter): name for name, parameter in named_parameters}
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class ErrorFeedback:
                 raise RuntimeError(
                     "this hook knows no names of parameters, and equal buckets would be saved as "
                     "one: call state.name_parameters(model.module.named_parameters()) first, or "
-                    "register it by distamp.comm_hooks.register"
+                    "register it by distamp.comm_hooks.register_comm_hook"
                 )
             residuals[self._name(key)] = [residual.values.clone() for residual in known]
         return {

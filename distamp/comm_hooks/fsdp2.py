@@ -182,7 +182,7 @@ def _of(param_group: Any) -> tuple[list[int], list[Tensor]]:
 
 
 def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> Wrapped:
-    """Return a model with modules to which ``fully_shard`` was applied as `register` takes it."""
+    """Return the adapter of a model with modules to which ``fully_shard`` was applied."""
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
     meshes = [torch_compat.mesh_groups(group) for _, group in pairs]
@@ -268,13 +268,13 @@ def _attach(
             and tables[shards].on_one
             and not tables[between].on_one
         )
-        if state.wire.encodes:
+        if state.format.encodes:
             if by_torch is not None:
                 torch_compat.replicas_to_hook(group)
             if not inside:
                 module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
             comm.prepare(None if inside else shards)
-        if between is not None and (state.wire.encodes or by_torch is None):
+        if between is not None and (state.format.encodes or by_torch is None):
             # Of these torch knows nothing: without a hook they would differ.
             module.set_all_reduce_hook(comm.between_replicas)
         if gather is not None and shards is not None and not inside:

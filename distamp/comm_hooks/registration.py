@@ -17,19 +17,19 @@ from distamp.comm_hooks.state import CommHook
 from distamp.comm_hooks.wrapped import Tables, Wrapped
 from distamp.errors import RankMismatchError
 
-__all__ = ["hook_of", "register"]
+__all__ = ["hook_of", "register_comm_hook"]
 
 _log = logging.getLogger("distamp.comm_hooks")
 _MARK = "_distamp_comm_hook"  # an attribute of the wrapper
 
 
-def register(
+def register_comm_hook(
     model: nn.Module,
-    wire: str = "fp16",
+    format: str = "fp16",
     *,
     replicas: ProcessGroup | None = None,
     ranks_per_host: int | None = None,
-    gather: str | None = None,
+    param_format: str | None = None,
 ) -> CommHook:
     """Average the gradients of a wrapped model through a wire format.
 
@@ -43,7 +43,7 @@ def register(
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
             contains modules to which ``fully_shard`` was applied; compiled or not.
-        wire: ``"fp16"``, ``"bf16"``; under DDP and FSDP2 also ``"int8"``, with error feedback.
+        format: ``"fp16"``, ``"bf16"``; under DDP and FSDP2 also ``"int8"``, with error feedback.
             The benchmark ``benchmarks/link.py`` times them on a job's own ranks and hosts.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
             average between them in the wire format too. A two-dimensional mesh has its own.
@@ -51,8 +51,9 @@ def register(
             their own dtype; 1 compresses between all ranks, for hosts whose GPUs are joined by
             nothing faster than the network. None asks every rank for its host. Where hosts have
             different numbers of ranks the hook is left off; the logger and ``stats()`` say so.
-        gather: Under FSDP2, a format in which weights are gathered, too: ``"int8"`` or ``"bf16"``.
-            All ranks compute with what was sent; the shards that are stepped stay exact.
+        param_format: Under FSDP2, a format in which weights are gathered, too: ``"int8"`` or
+            ``"bf16"``. All ranks compute with what was sent; the shards that are stepped stay
+            exact.
 
     Returns:
         The state of the hook: it has ``stats()``, and is the argument of
@@ -69,7 +70,7 @@ def register(
             wrappers knows no group to tell: the others wait until their group's timeout.
     """
     given = replicas if isinstance(replicas, ProcessGroup) else None
-    wrapped, sharded = _wrapped(torch_compat.not_compiled(model), given, gather is not None)
+    wrapped, sharded = _wrapped(torch_compat.not_compiled(model), given, param_format is not None)
     failure: Exception | None = None
     chosen = gathers = None
     try:
@@ -78,16 +79,20 @@ def register(
                 f"replicas must be a ProcessGroup of this rank or None, not "
                 f"{type(replicas).__name__}; of a DeviceMesh give mesh.get_group()"
             )
-        if not sharded and (replicas is not None or gather is not None):
-            raise ValueError("replicas and gather are for a model that fully_shard was applied to")
+        if not sharded and (replicas is not None or param_format is not None):
+            raise ValueError(
+                "replicas and param_format are for a model that fully_shard was applied to"
+            )
         if wrapped.refused is not None:
             raise ValueError(wrapped.refused)
-        gathers = None if gather is None else comm_format(gather)
-        chosen = _fitting(wire, wrapped)
+        gathers = None if param_format is None else comm_format(param_format)
+        chosen = _fitting(format, wrapped)
     except (TypeError, ValueError) as error:
         failure = error
     found: dict[ProcessGroup, Hosts] = {}
-    asked = f"{wire} for {wrapped.what}" + ("" if gather is None else f", gather={gather}")
+    asked = f"{format} for {wrapped.what}" + (
+        "" if param_format is None else f", param_format={param_format}"
+    )
     for group in wrapped.over:
         # The other ranks may have nothing to refuse, and wait for this one in every group.
         try:
@@ -106,7 +111,7 @@ def register(
         _log.warning("the communication hook was left off: %s", left_off)
     state = CommHook(chosen, wrapped.over[0])
     state.counts.left_off = left_off
-    state.gather = gathers
+    state.param_format = gathers
     if chosen.encodes or gathers is not None:
         _connect(state, wrapped, found)
     try:
@@ -120,7 +125,7 @@ def register(
 
 
 def hook_of(model: nn.Module) -> CommHook | None:
-    """Return the state of the hook that `register` gave this very model; None without one."""
+    """Return the hook that `register_comm_hook` gave this model, or None if it has none."""
     return getattr(torch_compat.not_compiled(model), _MARK, None)
 
 
@@ -160,17 +165,17 @@ def _fitting(name: str, wrapped: Wrapped) -> CommFormat:
     Raises:
         ValueError: There is none of that name, or gradients do not fit.
     """
-    wire, dtype = comm_format(name), wrapped.dtype
+    format, dtype = comm_format(name), wrapped.dtype
     allowed = " or ".join([*map(repr, wrapped.fitting()), "no hook"])
     if name not in wrapped.formats:
         raise ValueError(
             f"{name} needs error feedback, which gradients of FSDP1 have not: use FSDP2 or "
             f"DistributedDataParallel, or take {allowed}"
         )
-    if not wire.fits(dtype):
+    if not format.fits(dtype):
         raise ValueError(
-            f"format {name!r} takes {wire.block_bytes / 256:.3g} bytes an element, and gradients "
+            f"format {name!r} takes {format.block_bytes / 256:.3g} bytes an element, and gradients "
             f"are reduced in {dtype}, which takes {dtype.itemsize}: choose {allowed}, "
             "or reduce in torch.float32"
         )
-    return wire
+    return format

@@ -39,7 +39,7 @@ def reals_in(parameter: Tensor) -> int:
 
 
 class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
-    """The state of a hook that averages gradients through a wire; `register` returns one.
+    """The state of a hook that averages gradients through a wire; `register_comm_hook` returns one.
 
     Unlike the process group that torch's own hooks take for a state, it counts what it sends, and a
     `DistGradScaler` that is joined with it tells it the loss scale and which steps were skipped.
@@ -61,8 +61,9 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
         self, wire: str | CommFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        self.wire = checked_format(wire)
-        #: The format in which FSDP2 gathers weights, if `register` was called with ``gather``.
+        self.format = checked_format(wire)
+        #  The format in which FSDP2 gathers weights, if `register_comm_hook` was called with
+        # ``gather``.
         self.gather: CommFormat | None = None
         self.counts = HookStats()
         given = None if process_group is None else weakref.ref(process_group)
@@ -116,7 +117,7 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
         """
         key = group.group_name, device
         if key not in self._exchanges:
-            hosts = hosts or agreed(self.wire.name, group)
+            hosts = hosts or agreed(self.format.name, group)
             self.counts.levels = hosts.text
             self._exchanges[key] = None
             if hosts.ranks:
@@ -125,14 +126,14 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
         return self._exchanges[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"wire": self.wire}
+        return {"wire": self.format}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CommHook.__init__(self, state["wire"])
         warnings.warn(
             "a copy of a module with a communication hook sends gradients uncompressed, as fp32: "
             "torch registers no hook on copies. If this one is trained, call "
-            f'distamp.comm_hooks.register(model, "{self.wire.name}") on it',
+            f'distamp.comm_hooks.register_comm_hook(model, "{self.format.name}") on it',
             stacklevel=2,
         )
 
@@ -173,7 +174,7 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
         kind = "buckets" if out is None else "shards"
         # FSDP2 reduces gradients of parameters that were used, and does not say which were.
         if sum(numels) != shard.numel():
-            if self.wire.needs_error_feedback:
+            if self.format.needs_error_feedback:
                 return self.reduce_as_it_is(values, group, divisor, out, _PARTLY_USED)
             numels = [shard.numel()]
         planned = self.planned(kind, group, values.device, values.dtype, numels, parameters)
@@ -181,8 +182,8 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
             return self.reduce_as_it_is(values, group, divisor, out, planned)
         exchange, plan, feedback = planned
         if out is None:
-            return exchange.average(values, self.wire, plan, divisor, feedback)
-        exchange.reduce_scatter(out, values, self.wire, plan, divisor, feedback)
+            return exchange.average(values, self.format, plan, divisor, feedback)
+        exchange.reduce_scatter(out, values, self.format, plan, divisor, feedback)
         return torch_compat.completed(out)
 
     def reduce_as_it_is(
@@ -218,14 +219,14 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
             numels: How many of each parameter, in a shard where they are those of one.
             parameters: Whose.
         """
-        if not (self.wire.encodes and self.wire.fits(dtype)):
-            return f"{dtype} is no wider than {self.wire.name}".removeprefix("torch.")
+        if not (self.format.encodes and self.format.fits(dtype)):
+            return f"{dtype} is no wider than {self.format.name}".removeprefix("torch.")
         exchange = self.exchange(group, device)
         if exchange is None:
             return UNEVEN
-        fed = self.wire.needs_error_feedback
+        fed = self.format.needs_error_feedback
         # Blocks begin where parameters do, where one unit would not do for two of them.
-        plan = exchange.plan(kind, self.wire, numels if fed else [sum(numels)], dtype.itemsize)
+        plan = exchange.plan(kind, self.format, numels if fed else [sum(numels)], dtype.itemsize)
         if plan is None:
             return NO_FEWER
         if not fed:
@@ -250,7 +251,7 @@ def state_of(state: CommHook | ProcessGroup | None, wire: str) -> CommHook:
     if not isinstance(group, ProcessGroup):
         raise TypeError(
             "the state of a communication hook must be a ProcessGroup, None (the default group) or "
-            f"what distamp.comm_hooks.register returned, not {type(state).__name__}"
+            f"what distamp.comm_hooks.register_comm_hook returned, not {type(state).__name__}"
         )
     known = _states.setdefault(group, {})
     if wire not in known:

@@ -46,7 +46,7 @@ def fp16_compress_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     grow with the number of ranks.
 
     Args:
-        state: A ProcessGroup, None for the default group, or what `register` returned.
+        state: A ProcessGroup, None for the default group, or what `register_comm_hook` returned.
         bucket: DDP's bucket; its gradients are replaced by their mean over all ranks.
 
     Returns:
@@ -111,7 +111,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def ddp(model: DistributedDataParallel) -> Wrapped:
-    """Return a DDP module as `register` takes it."""
+    """Return a DDP module as `register_comm_hook` takes it."""
     ignored = model.parameters_to_ignore
     named = model.module.named_parameters()
     trained = [p for name, p in named if p.requires_grad and name not in ignored]
@@ -122,7 +122,7 @@ def ddp(model: DistributedDataParallel) -> Wrapped:
 
     def attach(state: CommHook, gather: CommFormat | None, tables: Tables) -> None:
         state.name_parameters(model.module.named_parameters())
-        if state.wire.encodes:
+        if state.format.encodes:
             model.register_comm_hook(state, wire_hook)
 
     return Wrapped(
@@ -179,7 +179,7 @@ def _reduce_fsdp1(hook: CommHook, state: Any, grad: Tensor, output: Tensor | Non
 
 
 def fsdp1(model: Any) -> Wrapped:
-    """Return the outermost FSDP1 module of a model as `register` takes it."""
+    """Return the outermost FSDP1 module of a model as `register_comm_hook` takes it."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     units = FullyShardedDataParallel.fsdp_modules(model)
@@ -188,7 +188,7 @@ def fsdp1(model: Any) -> Wrapped:
     whole = model.sharding_strategy.name == "NO_SHARD"
 
     def attach(state: CommHook, gather: CommFormat | None, tables: Tables) -> None:
-        if state.wire.encodes:
+        if state.format.encodes:
             low = LowPrecisionState(group, own)
             model.register_comm_hook(low, partial(_reduce_fsdp1, state))
 

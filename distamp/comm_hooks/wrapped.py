@@ -1,4 +1,4 @@
-"""What `register` needs to know of a wrapped model; each wrapper's adapter makes one."""
+"""What `register_comm_hook` needs to know of a wrapped model; each wrapper's adapter makes one."""
 
 from __future__ import annotations
 

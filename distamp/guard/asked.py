@@ -43,12 +43,13 @@ def checked_hook(state: object) -> CommHook:
     if type(state).__name__ == "PowerSGDState":
         raise ValueError(
             "PowerSGD cannot be joined with a scaler: its error feedback keeps an inf for ever, "
-            "and grows when the loss scale moves; use distamp.comm_hooks.register(model, 'int8'), "
+            "and grows when the loss scale moves; use "
+            "distamp.comm_hooks.register_comm_hook(model, 'int8'), "
             "whose error feedback follows the scale"
         )
     if not isinstance(state, CommHook):
         raise TypeError(
-            "attach_comm_hook() takes what distamp.comm_hooks.register returned, not "
+            "attach_comm_hook() takes what distamp.comm_hooks.register_comm_hook returned, not "
             f"{type(state).__name__}"
         )
     return state
@@ -355,7 +356,7 @@ class Asked:
         """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.
 
         Args:
-            hook_state: The result of ``distamp.comm_hooks.register``.
+            hook_state: The result of ``distamp.comm_hooks.register_comm_hook``.
 
         Raises:
             ValueError: It is the state of torch's PowerSGD, which does not survive loss scaling.
@@ -366,7 +367,7 @@ class Asked:
             self._guard.hooks.append(hook)
 
     def detach_comm_hook(self, hook_state: object) -> None:
-        """Undo `attach_comm_hook`; the scaler keeps an attached hook alive, so detach it after its model.
+        """Undo `attach_comm_hook`, which keeps the hook alive: call this when its model goes.
 
         Args:
             hook_state: The attached state.

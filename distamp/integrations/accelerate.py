@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks import register
+from distamp.comm_hooks import register_comm_hook
 from distamp.comm_hooks.torch_compat import awaits_first_reduction, not_compiled
 from distamp.errors import ConfigError
 from distamp.guard import StepGuard
@@ -66,8 +66,9 @@ def prepare(
         accelerator: Of any ``mixed_precision`` but ``"fp8"``.
         prepared: What ``accelerator.prepare`` returned, where that was called before and
             ``comm_hook`` is given.
-        comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it, for each
-            wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` knows only torch's.
+        comm_hook: A wire format for gradients, as `distamp.comm_hooks.register_comm_hook` takes it,
+            for each wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` knows only
+            torch's.
         scaler: In fp16 a `DistGradScaler`; None makes one, with the settings of
             ``GradScalerKwargs`` and the loss scale that the accelerator had.
         settings: Keyword settings of what is made, before those.
@@ -211,7 +212,7 @@ class _Adopts:
     def _register(self, model: Any, wire: str) -> None:
         if isinstance(model, nn.Module) and id(model) not in self._models and _is_wrapped(model):
             self._models[id(model)] = model
-            self._stepper.attach_comm_hook(register(model, wire))
+            self._stepper.attach_comm_hook(register_comm_hook(model, wire))
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distamp.comm_hooks import CommHook, register
+from distamp import comm_hooks
 from distamp.errors import ConfigError
 from distamp.integrations.shared import (
     MixedMixin,
@@ -230,26 +230,27 @@ class CommHook(_Callback):
     FSDP and ModelParallel strategies; does nothing on one device.
 
     Args:
-        wire: What `distamp.comm_hooks.register` takes: ``"fp16"``, ``"bf16"`` or ``"int8"``.
+        format: Communication format that `distamp.comm_hooks.register_comm_hook` takes: ``"fp16"``,
+            ``"bf16"`` or ``"int8"``.
 
     Attributes:
-        state: What ``register`` returned, with its ``stats()``; None before training.
+        state: What ``register_comm_hook`` returned, with its ``stats()``; None before training.
 
     Raises:
         ValueError: There is no such format; at the start of training, where it does not fit.
     """
 
-    state: CommHook | None
+    state: comm_hooks.CommHook | None
 
-    def __init__(self, wire: str = "fp16") -> None:
-        check_wire(wire)
-        self._wire = wire
+    def __init__(self, format: str = "fp16") -> None:
+        check_wire(format)
+        self._format = format
         self.state = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
             return
-        self.state = register(trainer.strategy.model, self._wire)
+        self.state = comm_hooks.register_comm_hook(trainer.strategy.model, self._format)
         stepper = getattr(trainer.precision_plugin, "scaler", None)
         if isinstance(stepper, Stepper):
             stepper.attach_comm_hook(self.state)

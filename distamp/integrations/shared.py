@@ -68,7 +68,7 @@ def check_wire(name: str | None) -> None:
     """Refuse a wire format that there is not, where nothing is sent too, as in one process.
 
     Args:
-        name: What `distamp.comm_hooks.register` takes; None for no hook.
+        name: What `distamp.comm_hooks.register_comm_hook` takes; None for no hook.
 
     Raises:
         ValueError: There is none of that name.

@@ -24,7 +24,7 @@ class DistTrainerMixin:
 
     Args:
         args: The trainer's own arguments.
-        comm_hook: A wire format for gradients, as `distamp.comm_hooks.register` takes it.
+        comm_hook: A wire format for gradients, as `distamp.comm_hooks.register_comm_hook` takes it.
         scaler: With ``fp16=True`` a `distamp.DistGradScaler`; None makes one.
         scaler_settings: Keyword settings of the scaler or the guard that is made, such as
             ``init_scale`` and ``max_consecutive_skips``.

@@ -427,12 +427,15 @@ class Amp:
         words["parameters"] = (words["parameters"], *frozen)
         words["norms"] = (*words["norms"], *frozen)
         # Beside its format's dtype a hook has the level's, for what would grow in it.
-        words["reduce"] = (*words["reduce"], *(hook.wire.payload for hook in self.comm_hooks))
+        words["grad_reduce"] = (
+            *words["grad_reduce"],
+            *(hook.format.payload for hook in self.comm_hooks),
+        )
         gathers = [hook.gather.payload for hook in self.comm_hooks if hook.gather is not None]
-        level_gathers = words["gather"]
+        level_gathers = words["param_all_gather"]
         if isinstance(level_gathers, str):
             level_gathers = (level_gathers,)
-        words["gather"] = (*level_gathers, *gathers)
+        words["param_all_gather"] = (*level_gathers, *gathers)
         found = PrecisionContract(**words).check(
             step,
             self.models,

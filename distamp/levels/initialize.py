@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import DataParallel, OpLists, autocast
-from distamp.comm_hooks.registration import hook_of, register
+from distamp.comm_hooks.registration import hook_of, register_comm_hook
 from distamp.errors import ConfigError
 from distamp.groups import resolve
 from distamp.guard import StepGuard
@@ -89,7 +89,7 @@ def initialize(
         max_consecutive_skips: See `DistGradScaler`.
         process_group: The ranks that have a part of the models; see `DistGradScaler`.
         comm_hook: The wire format of gradients between the ranks, such as ``"fp16"``;
-            see ``distamp.comm_hooks.register``.
+            see ``distamp.comm_hooks.register_comm_hook``.
         replicas: With ``comm_hook``, for FSDP2 over only the shard dimension of a mesh: the ranks
             that have the same shard, between which the hook averages too.
         ops: Of the autocast region, as in `autocast`.
@@ -158,7 +158,9 @@ def initialize(
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
     # Before masters are made, as it may refuse.
     hooks = tuple(
-        hook_of(each) if comm_hook is None else register(each, comm_hook, replicas=replicas)
+        hook_of(each)
+        if comm_hook is None
+        else register_comm_hook(each, comm_hook, replicas=replicas)
         for each in models
     )
     _change(models, wrappings, stepped, level, pins)

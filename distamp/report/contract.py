@@ -33,15 +33,15 @@ _KEYS = {
     "parameters": "the model's parameters, as they stand after the step",
     "compute": "matrix products, convolutions and attention",
     "norms": "what norms take: inputs and weights",
-    "gather": "parameters sent between ranks",
-    "reduce": "gradients sent between ranks",
+    "param_all_gather": "parameters sent between ranks",
+    "grad_reduce": "gradients sent between ranks",
     "activations": "what tensor, sequence and pipeline parallel send",
-    "masters": "what the optimizer steps",
+    "master_weights": "what the optimizer steps",
     "optimizer_state": "the optimizer's state, such as moments",
 }
 
 # What has the parameters' dtype where nothing else is said.
-_FOLLOW = ("gather", "reduce", "masters", "optimizer_state")
+_FOLLOW = ("param_all_gather", "grad_reduce", "master_weights", "optimizer_state")
 
 Dtypes = str | torch.dtype | Sequence[str | torch.dtype]
 
@@ -98,7 +98,7 @@ class Violation:
 
 
 class ContractReport(Written, Sequence[Violation]):
-    """What a check found, the same on every rank: a sequence of `Violation`, false if there is none.
+    """Violations that a check found, the same on every rank. Empty, and so false, without one.
 
     Attributes:
         contract: What was declared.
@@ -184,10 +184,11 @@ class PrecisionContract:
         parameters: The model's parameters, as they stand after the step.
         compute: Matrix products, convolutions and attention: their first operand.
         norms: What norms take, inputs and weights; of norms written in Python, what they average.
-        gather: Parameters between ranks: all-gathers of FSDP, broadcasts of sharded optimizers.
-        reduce: Gradients between ranks, as they are sent.
+        param_all_gather: Parameters between ranks: all-gathers of FSDP, broadcasts of sharded
+            optimizers.
+        grad_reduce: Gradients between ranks, as they are sent.
         activations: What tensor, sequence and pipeline parallel send, forward and backward.
-        masters: What the optimizer steps: its own masters, or the parameters it was given.
+        master_weights: What the optimizer steps: its own masters, or the parameters it was given.
         optimizer_state: Its state, but for masters and numbers.
         modules: Exceptions, by shell patterns over module names, in order; the last that matches
             counts, for a module and all below it. A dtype stands for parameters, compute and norms;
@@ -200,7 +201,7 @@ class PrecisionContract:
 
     Example::
 
-        contract = distamp.PrecisionContract(parameters="fp32", compute="bf16", reduce="fp32")
+        contract = distamp.PrecisionContract(parameters="fp32", compute="bf16", grad_reduce="fp32")
         breaches = contract.check(step, model, optimizer)
         print(breaches)
     """
@@ -208,10 +209,10 @@ class PrecisionContract:
     parameters: Dtypes = ()
     compute: Dtypes = ()
     norms: Dtypes = ()
-    gather: Dtypes = ()
-    reduce: Dtypes = ()
+    param_all_gather: Dtypes = ()
+    grad_reduce: Dtypes = ()
     activations: Dtypes = ()
-    masters: Dtypes = ()
+    master_weights: Dtypes = ()
     optimizer_state: Dtypes = ()
     modules: Mapping[str, Dtypes | Mapping[str, Dtypes]] = field(default_factory=dict)
 
@@ -268,8 +269,8 @@ class PrecisionContract:
             step: Takes nothing; runs forward, backward and optimizer, as the loop does.
             model: That it trains, wrapped or not, compiled or not; or several.
             optimizer: That it steps, or several; None leaves out what stands in it.
-            hooks: The states of communication hooks that `distamp.comm_hooks.register` returned;
-                those of DDP and FSDP1 are found without.
+            hooks: The states of communication hooks that `distamp.comm_hooks.register_comm_hook`
+                returned; those of DDP and FSDP1 are found without.
             process_group: The ranks that train the model. None is the default group.
 
         Raises:
@@ -473,25 +474,25 @@ _FIXES: tuple[tuple[Callable[[Violation], bool], str], ...] = (
         "of their own without param_dtype",
     ),
     (
-        lambda it: it.key == "gather" and "fp8" in it.declared,
+        lambda it: it.key == "param_all_gather" and "fp8" in it.declared,
         "only FSDP2's fully_shard gathers float8: convert the model before it, with "
         "enable_fsdp_float8_all_gather; DTensor.redistribute gathers what the weight is cast to",
     ),
     (
-        lambda it: it.key == "gather",
+        lambda it: it.key == "param_all_gather",
         "it is the dtype of the parameters, or MixedPrecisionPolicy(param_dtype=) of this part",
     ),
     (
-        lambda it: it.key == "reduce" and "all_reduce" in it.op and it.phase == "backward",
+        lambda it: it.key == "grad_reduce" and "all_reduce" in it.op and it.phase == "backward",
         "FSDP2 applies reduce_dtype to its own reduction alone, and sums over this mesh in "
         "param_dtype: shard these modules with param_dtype=torch.float32",
     ),
     (
-        lambda it: it.key == "reduce" and "scatter" in it.op,
+        lambda it: it.key == "grad_reduce" and "scatter" in it.op,
         "pass reduce_dtype= to the MixedPrecisionPolicy of every part (FSDP1: MixedPrecision)",
     ),
     (
-        lambda it: it.key == "reduce",
+        lambda it: it.key == "grad_reduce",
         "DDP sends gradients in their parameters' dtype, or in its communication hook's: look at "
         "both",
     ),
@@ -506,7 +507,7 @@ _FIXES: tuple[tuple[Callable[[Violation], bool], str], ...] = (
         "cast before the layer that sends: the region's dtype does not reach DTensor's messages",
     ),
     (
-        lambda it: it.key == "masters" and _half(it),
+        lambda it: it.key == "master_weights" and _half(it),
         "updates below half an ulp of these weights are lost: MasterParameters(optimizer), level "
         "O2 or bf16-O2, or float32 shards with FSDP's param_dtype",
     ),

@@ -112,7 +112,9 @@ class Observer(Follower):
             for sent, size in (Counter(hook.stats().bytes_sent) - before[key]).items():
                 # A hook that gathers weights counts them as "int8 weights".
                 wire = sent.removesuffix(" weights")
-                part, phase = ("reduce", "backward") if wire == sent else ("gather", "forward")
+                part, phase = (
+                    ("grad_reduce", "backward") if wire == sent else ("param_all_gather", "forward")
+                )
                 seen = Seen(part, "", wire, "communication hook", phase)
                 self.seen[seen] = 1, int(size)
         for each, name in self.named_parameters():
@@ -148,7 +150,7 @@ class Observer(Follower):
             state = inner.state.get(each, {})
             masters = tensors_in([state[name] for name in state if "master" in str(name)])
             for one in masters or [each]:
-                self._count(Seen("masters", self._name(each, index), short(one.dtype)), one)
+                self._count(Seen("master_weights", self._name(each, index), short(one.dtype)), one)
 
     def _look_at_state(self, optimizer: torch.optim.Optimizer) -> None:
         for index, (parameter, state) in enumerate(optimizer.state.items()):
@@ -228,7 +230,11 @@ class Observer(Follower):
     def _part(self, name: str, namespace: str, sent: Tensor) -> tuple[str, str, str]:
         """What a message is of (key; "" if of nothing that a contract speaks of), whose, when."""
         owner, phase, node = self.running()
-        part = "gather" if "gather" in name or "broadcast" in name else "reduce"
+        part = (
+            "param_all_gather"
+            if "param_all_gather" in name or "broadcast" in name
+            else "grad_reduce"
+        )
         block = self._blocks[-1] if self._blocks else ""
         stored = self._stored.get(storage_of(sent))
         if self._inside("Optimizer.step"):
@@ -246,15 +252,15 @@ class Observer(Follower):
                 return "activations", owner.module, phase
             # A bucket is no single parameter's.
             alone = leaf is not None and leaf.numel() == sent.numel()
-            return "reduce", parameter[0] if parameter and alone else "", phase
+            return "grad_reduce", parameter[0] if parameter and alone else "", phase
         if stored is not None:
-            return "gather", stored, phase
+            return "param_all_gather", stored, phase
         if self.frames() or self._inside("DistributedDataParallel"):
             # In its forward pass DDP broadcasts buffers.
             return "" if "broadcast" in name else "activations", owner.module, phase
         gradients = [each.grad for each, _ in self.named_parameters() if each.grad is not None]
         if self._is_of(gradients, namespace, part, sent):
-            return "reduce", owner.module, "after backward"
+            return "grad_reduce", owner.module, "after backward"
         return "" if namespace == "c10d" else "activations", owner.module, phase
 
     def _is_of(self, gradients: list[Tensor], namespace: str, part: str, sent: Tensor) -> bool:
@@ -265,7 +271,12 @@ class Observer(Follower):
         sent_as = sent.dtype.itemsize
         numels = [each.numel() for each in gradients if each.dtype.itemsize >= sent_as]
         sizes = {sum(numels), *numels}
-        return namespace == "c10d" and part == "reduce" and sent.dim() > 0 and sent.numel() in sizes
+        return (
+            namespace == "c10d"
+            and part == "grad_reduce"
+            and sent.dim() > 0
+            and sent.numel() in sizes
+        )
 
     def _inside(self, block: str) -> bool:
         return any(each.startswith(block) for each in self._blocks)

@@ -34,7 +34,7 @@ def _train(
     if layout == "two groups":
         group = [subgroup([0, 1]), subgroup([2, 3])][rank // 2]
     model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, process_group=group)
-    state = comm_hooks.register(model, wire)
+    state = comm_hooks.register_comm_hook(model, wire)
     scaler = DistGradScaler("cpu", init_scale=scale, growth_interval=2, process_group=group)
     if attach:
         scaler.attach_comm_hook(state)
@@ -106,7 +106,7 @@ def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
     model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, **settings)
     scaler = DistGradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=wire is not None)
     if wire is not None:
-        scaler.attach_comm_hook(comm_hooks.register(model, wire))
+        scaler.attach_comm_hook(comm_hooks.register_comm_hook(model, wire))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     mine = counts[dist.get_rank()]
 
@@ -163,7 +163,7 @@ LARGE = (19, 60, 41, 3)
 def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
     """``b`` is right in float64, though every so many steps ``a``, in the same bucket, skips."""
     model = DistributedDataParallel(Given(numel, numel))
-    state = comm_hooks.register(model, "int8")
+    state = comm_hooks.register_comm_hook(model, "int8")
     scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
     scaler.attach_comm_hook(state)
     a, b = (torch.optim.SGD([p], lr=1.0) for p in model.module.parts)
@@ -193,7 +193,7 @@ def test_after_inf_and_nan_all_steps_are_finite_and_right(what, ranks_per_host):
     """Of twelve means; in the second some ranks have inf and NaN."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(nn.Linear(5000, 1, bias=False))
-    state = comm_hooks.register(model, "int8", ranks_per_host=ranks_per_host)
+    state = comm_hooks.register_comm_hook(model, "int8", ranks_per_host=ranks_per_host)
     scaler = DistGradScaler("cpu", init_scale=2.0**17)
     if what != "never attached":
         scaler.attach_comm_hook(state)
@@ -292,7 +292,7 @@ def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved():
 def test_what_rounding_took_does_not_add_up_and_waits_while_a_parameter_is_not_used(size, numel):
     """The error of the sum of all means of each layer, where the second is used in half of them."""
     model: Any = DistributedDataParallel(Given(numel, numel), find_unused_parameters=True)
-    comm_hooks.register(model, "int8")
+    comm_hooks.register_comm_hook(model, "int8")
     totals, exact = torch.zeros(2, numel), torch.zeros(2, numel)
     everyone = torch.randn(size, 2, numel, generator=torch.Generator().manual_seed(0))
     found = []

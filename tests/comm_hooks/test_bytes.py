@@ -24,7 +24,7 @@ def rank(wrapper: str, wires: list[str]) -> dict[str, Any]:
         layer = nn.Linear(COLUMNS, ROWS, bias=False)
         layer.weight.data.zero_()
         model: Any = DistributedDataParallel(layer) if wrapper == "DDP" else fully_shard(layer)
-        state = comm_hooks.register(model, wire)
+        state = comm_hooks.register_comm_hook(model, wire)
         for _ in range(2):  # Connections are made in the first.
             model.zero_grad()
             given = _gradient(dist.get_rank())

@@ -189,7 +189,7 @@ def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, wire, bound
     for power in (1, 4, 7):
         net, everyone = Given(*SHAPES), [_given(each, 10.0**-power) for each in range(4)]
         model: Any = DistributedDataParallel(net) if wrapper == "DDP" else fully_shard(net)
-        comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
+        comm_hooks.register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
         model(everyone[dist.get_rank()]).backward()
         flat = torch.stack([torch.cat([g.flatten() for g in each]) for each in everyone])
         parts = [each.numel() for each in everyone[0]]
@@ -203,7 +203,7 @@ def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, wire, bound
 def _fails(wrapper: str, how: str, wire: str = "fp16") -> list[str]:
     """What passes say from the third on, in which rank 1 fails or is gone."""
     model, _ = spread(wrapper)
-    comm_hooks.register(model, wire)
+    comm_hooks.register_comm_hook(model, wire)
     said = []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +260,7 @@ def test_a_model_with_a_hook_can_be_copied_and_its_copy_says_how_it_is_registere
     model(inputs(0, WIDTHS[0])).square().mean().backward()
     with pytest.warns(UserWarning, match=r'uncompressed.*comm_hooks\.register\(model, "int8"\)'):
         twin = copied(model)
-    again = comm_hooks.register(twin, "int8")
+    again = comm_hooks.register_comm_hook(twin, "int8")
     for each in (model, twin):
         each.zero_grad()
         each(inputs(1, WIDTHS[0])).square().mean().backward()

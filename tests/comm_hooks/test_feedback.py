@@ -231,7 +231,7 @@ def test_a_layer_that_comes_back_after_a_skipped_spike_has_the_right_gradient(
     """Layer ``a`` has a spike in a skipped step, drops out or is frozen for two, and comes back."""
     model, layers = distributed(layout)
     guard: Any = DistGradScaler("cpu", init_scale=2.0**10) if kind == "scaler" else StepGuard()
-    guard.attach_comm_hook(comm_hooks.register(model, "int8"))
+    guard.attach_comm_hook(comm_hooks.register_comm_hook(model, "int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
     for step in range(4):
@@ -259,7 +259,7 @@ def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, la
     """The first of the two is so large that its rounding error alone exceeds the second."""
     model, layers = distributed(layout)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
-    scaler.attach_comm_hook(comm_hooks.register(model, "int8"))
+    scaler.attach_comm_hook(comm_hooks.register_comm_hook(model, "int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
     for skips in (True, False):
@@ -282,7 +282,7 @@ def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, la
 def test_a_layer_of_a_partly_used_fsdp2_module_has_no_error_of_another_layer():
     """torch does not tell a hook which parameters of the module were used."""
     layers = fully_shard(Layers())
-    hook = comm_hooks.register(layers, "int8")
+    hook = comm_hooks.register_comm_hook(layers, "int8")
     for seed, (name, scale) in enumerate({"a": 1e4, "b": 1.0}.items()):
         given = everyones_gradients(seed, scale)
         layers({name: given[dist.get_rank()]}).backward()

@@ -30,7 +30,7 @@ from distamp.comm_hooks import (
     LowPrecisionState,
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
-    register,
+    register_comm_hook,
     torch_compat,
 )
 from distamp.comm_hooks.transport import HostTransport, Job
@@ -132,7 +132,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_foretold(own, gathers, reduc
 def test_fsdp2_averages_with_one_rounding(world, name, micros, settings, bound):
     separate = settings.pop("separate", False)
     model = sharded(**settings)
-    state = register(model, name)
+    state = register_comm_hook(model, name)
     if separate:
         model.set_separate_reduce_scatter_group()
     for micro in range(micros):
@@ -150,7 +150,7 @@ def test_fsdp2_averages_with_one_rounding(world, name, micros, settings, bound):
 )
 def test_fsdp2s_divide_factor_is_honoured_at_any_loss_scale(factor, force_sum, scale):
     model = sharded()
-    register(model, "fp16")
+    register_comm_hook(model, "fp16")
     for module in (model, model.first, model.second):
         module.set_gradient_divide_factor(factor)
         module.set_force_sum_reduction_for_comms(force_sum)
@@ -166,7 +166,7 @@ def test_replicas_are_averaged_through_the_wire_once_a_step(wire, bound, by_mesh
     world = mesh((2, 2), ("replicate", "shard"))
     model = sharded(mesh=world if by_mesh else world["shard"])
     replicas = None if by_mesh else world["replicate"].get_group()
-    state = register(model, wire, replicas=replicas)
+    state = register_comm_hook(model, wire, replicas=replicas)
     for micro in range(3):
         model.set_requires_all_reduce(micro == 2)
         loss_of(model, dist.get_rank(), micro).backward()
@@ -179,7 +179,7 @@ def test_replicas_are_averaged_through_the_wire_once_a_step(wire, bound, by_mesh
 @on_ranks(2)
 def test_what_rounding_takes_of_shards_comes_back():
     model, found = sharded(), []
-    register(model, "int8")
+    register_comm_hook(model, "int8")
     for step in range(1, 17):
         # Gradients add up where they are.
         loss_of(model, dist.get_rank()).backward()
@@ -191,7 +191,7 @@ def test_what_rounding_takes_of_shards_comes_back():
 def test_what_rounding_takes_comes_back_to_the_part_of_a_shard_that_it_was_taken_of():
     size, width = dist.get_world_size(), 600
     layer = fully_shard(nn.Linear(width, width, bias=False))
-    register(layer, "int8")
+    register_comm_hook(layer, "int8")
     everyone = torch.randn(size, width, width, generator=torch.Generator().manual_seed(0))
     found = []
     for step in range(1, 11):
@@ -210,7 +210,7 @@ def test_weights_are_gathered_through_the_wire_and_shards_stay_exact(world, host
     model, exact = sharded(), Net()
     before = [p.to_local().clone() for p in model.parameters()]
     with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
-        state = register(model, "fp16", gather=wire)
+        state = register_comm_hook(model, "fp16", param_format=wire)
     x = torch.randn(6, 37, generator=torch.Generator().manual_seed(0))
     out, true = model(x).detach(), exact(x).detach()
     loss_of(model, dist.get_rank()).backward()
@@ -225,7 +225,7 @@ def test_weights_are_gathered_through_the_wire_and_shards_stay_exact(world, host
 def test_weights_of_several_dtypes_are_gathered_as_they_are_and_counted():
     half = nn.Linear(64, 64).bfloat16().requires_grad_(False)
     layers = fully_shard(nn.Sequential(nn.Linear(64, 64), half))
-    state = register(layers, "fp16", gather="int8")
+    state = register_comm_hook(layers, "fp16", param_format="int8")
     layers.unshard()
     assert "1 x weights gathered as they are: of several dtypes" in str(state.stats())
 
@@ -239,7 +239,7 @@ def test_a_hook_that_is_registered_on_gathered_parameters_names_its_residuals():
         if gathers:
             with torch.no_grad():
                 loss_of(model, 0)
-        state = register(model, "int8")
+        state = register_comm_hook(model, "int8")
         loss_of(model, 0).backward()
         return set(state.state_dict()["residuals"])
 
@@ -256,7 +256,7 @@ def test_residuals_of_shards_go_on_to_the_bit_by_torchs_checkpoints(tmp_path):
         return [p.grad.to_local() for p in model.parameters()]
 
     whole, resumed = sharded(), sharded()
-    state, other = register(whole, "int8"), register(resumed, "int8")
+    state, other = register_comm_hook(whole, "int8"), register_comm_hook(resumed, "int8")
     for _ in range(3):
         gradients(whole)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's own
@@ -282,7 +282,7 @@ def test_replicate_is_hooked_and_a_small_layer_of_another_dtype_refuses_nothing(
         replicate_with_fsdp.replicate(each, mesh=over)
     policy = MixedPrecisionPolicy(dtype, dtype, output_dtype=torch.float32)
     replicate_with_fsdp.replicate(model.last, mesh=over, mp_policy=policy)
-    state = register(model, "fp16")
+    state = register_comm_hook(model, "fp16")
     loss_of(model, dist.get_rank()).backward()
     assert error(model) < bound
     assert state.stats().exchanges == 2
@@ -317,7 +317,7 @@ def test_fsdp1s_hooks_run_on_a_cpu(world, hook, strategy, bound):
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy", FutureWarning)
         model = wrapped(sharding_strategy=ShardingStrategy[strategy])
     if hook == "register":
-        register(model, "fp16")
+        register_comm_hook(model, "fp16")
     else:
         hooks = {"fp16": fsdp_fp16_compress_hook, "bf16": fsdp_bf16_compress_hook}
         model.register_comm_hook(LowPrecisionState(model.process_group), hooks[hook])
@@ -373,7 +373,7 @@ def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = Non
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(WIDTH, WIDTH))  # over all ranks
     if wire is not None:
-        register(model, wire, ranks_per_host=ranks_per_host, gather=gather)
+        register_comm_hook(model, wire, ranks_per_host=ranks_per_host, param_format=gather)
     peak = Peak()
     # What lanes allocate is counted in this thread alone.
     here = patch.object(HostTransport, "submit", _at_once)

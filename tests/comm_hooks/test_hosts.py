@@ -69,7 +69,7 @@ def _error(hosts: str, local: dict[int, str], wire: Any, stage: Any = None) -> t
     here = patch.object(socket, "gethostname", lambda: hosts[rank])
     with here, patch.dict(os.environ, variable):
         if isinstance(wire, str):
-            state = comm_hooks.register(model, wire)
+            state = comm_hooks.register_comm_hook(model, wire)
         else:
             state = wire
             model.register_comm_hook(state, comm_hooks.fp16_compress_hook)
@@ -101,7 +101,7 @@ def test_shards_go_to_their_ranks_in_whichever_order_these_are_on_hosts(hosts):
     rank, size = dist.get_rank(), dist.get_world_size()
     model = fully_shard(nn.Linear(700, 60, bias=False), mesh=mesh((size,), ("shard",)))
     with patch.object(socket, "gethostname", lambda: hosts[rank]):
-        state = comm_hooks.register(model, "fp16")
+        state = comm_hooks.register_comm_hook(model, "fp16")
     everyone = torch.randn(size, 4, 700, generator=torch.Generator().manual_seed(1))
     (model(everyone[rank]) * torch.arange(60.0)).sum().backward()
     exact = everyone.double().sum(1).mean(0).outer(torch.arange(60.0).double())
@@ -146,4 +146,4 @@ def test_pipeline_stages_register_at_different_times():
 def test_hosts_that_cannot_be_are_refused_on_every_rank(given, match):
     model = DistributedDataParallel(nn.Linear(3, 3))
     with pytest.raises((ValueError, RankMismatchError), match=match):
-        comm_hooks.register(model, "fp16", ranks_per_host=given[dist.get_rank()])
+        comm_hooks.register_comm_hook(model, "fp16", ranks_per_host=given[dist.get_rank()])

@@ -29,8 +29,11 @@ def test_the_most_exact_way_within_four_percent_of_the_fastest_is_selected(
 def test_each_way_has_a_line_for_a_training_script():
     assert call_for("no hook") == "register no hook"
     assert call_for("torch bf16").startswith("model.register_comm_hook(None, ")
-    assert call_for("int8") == 'comm_hooks.register(model, "int8")'
-    assert call_for("int8 in one level") == 'comm_hooks.register(model, "int8", ranks_per_host=1)'
+    assert call_for("int8") == 'comm_hooks.register_comm_hook(model, "int8")'
+    assert (
+        call_for("int8 in one level")
+        == 'comm_hooks.register_comm_hook(model, "int8", ranks_per_host=1)'
+    )
 
 
 @on_ranks(2)

@@ -36,7 +36,7 @@ from tests.ranks import mesh, subgroup
 
 def _registered(wrapper: str) -> tuple[Any, dict[str, Any]]:
     model, options = spread(wrapper)
-    comm_hooks.register(model, **options)
+    comm_hooks.register_comm_hook(model, **options)
     return model, options
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused(said):
     model, options = MISFITS[said]()
     refused = (TypeError, ValueError, RuntimeError, AssertionError)  # the last is FSDP1's own
     with pytest.raises(refused, match=re.escape(said)):
-        comm_hooks.register(model, **options)
+        comm_hooks.register_comm_hook(model, **options)
 
 
 def _with_two_meshes_in_a_module() -> Any:
@@ -120,7 +120,7 @@ def _with_two_meshes_in_a_module() -> Any:
 def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(options):
     model, plain = _with_two_meshes_in_a_module(), _with_two_meshes_in_a_module()
     with pytest.raises(ValueError, match=r"FSDPSequential has 2 groups .* fully_shard to a module"):
-        comm_hooks.register(model, **options)
+        comm_hooks.register_comm_hook(model, **options)
     x = inputs(0, 64)
     for each in (model, plain):
         each(x).square().sum().backward()
@@ -159,7 +159,7 @@ def test_a_compiled_model_is_registered_as_one_that_is_not(wrapper):
     # torch wants the first bucket to be the smallest.
     model, _ = spread(wrapper, **({"bucket_cap_mb": 25} if wrapper == "DDP" else {}))
     compiled = torch.compile(model, backend="aot_eager")
-    comm_hooks.register(compiled, "fp16")
+    comm_hooks.register_comm_hook(compiled, "fp16")
     with warnings.catch_warnings(action="ignore"):  # of torch's own, about its graphs
         for each in (plain, compiled):
             each(x).square().sum().backward()
@@ -181,8 +181,8 @@ def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(whole):
     given = [0, 1, 2, 3] if whole else shards
     said = f"replicas holds ranks {given}, but FSDPSequential is sharded over ranks {shards}: "
     with pytest.raises(ValueError, match=re.escape(said)):
-        comm_hooks.register(model, "fp16", replicas=group)
-    comm_hooks.register(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
+        comm_hooks.register_comm_hook(model, "fp16", replicas=group)
+    comm_hooks.register_comm_hook(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
 
 
 @on_ranks(4)
@@ -202,5 +202,7 @@ def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_wa
     if other == "fp61" and odd:
         error, says = ValueError, "unknown wire format 'fp61'"
     with pytest.raises(error, match=says):
-        comm_hooks.register(model, other if odd else "fp16", **options)
-    comm_hooks.register(model, "fp16", **options)  # Nothing was registered by the failed call.
+        comm_hooks.register_comm_hook(model, other if odd else "fp16", **options)
+    comm_hooks.register_comm_hook(
+        model, "fp16", **options
+    )  # Nothing was registered by the failed call.

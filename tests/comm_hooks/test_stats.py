@@ -38,7 +38,7 @@ def test_a_value_that_reads_as_a_line():
 
 def sent(numel: int, wire: str, ranks_per_host: int) -> HookStats:
     model = DistributedDataParallel(nn.Linear(numel, 1, bias=False), bucket_cap_mb=100)
-    state = comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
+    state = comm_hooks.register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
     model(torch.ones(1, numel)).sum().backward()
     return state.stats()
 

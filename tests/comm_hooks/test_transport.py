@@ -65,7 +65,7 @@ def _counts() -> tuple[int, int, int]:
 
 def _step(how: str) -> None:
     model = DistributedDataParallel(mlp(31, 64, 5))
-    state = comm_hooks.register(model, "int8")
+    state = comm_hooks.register_comm_hook(model, "int8")
     model(inputs(0, 31)).sum().backward()
     if how == "closed":
         state.close()
@@ -99,7 +99,7 @@ def test_the_first_use_after_the_group_was_destroyed_gives_them_back():
     threads = _counts()[0]
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(mlp(31, 64, 5), process_group=group)
-    with comm_hooks.register(model, "fp16") as state:
+    with comm_hooks.register_comm_hook(model, "fp16") as state:
         model(inputs(0, 31)).sum().backward()
         dist.destroy_process_group(group)
         with pytest.raises(RuntimeError, match="group of this communication hook was destroyed"):
@@ -120,7 +120,7 @@ def test_nobody_has_connected_before_all_have():
         return made
 
     with mock.patch.object(torch_compat, "new_communicator", late):
-        comm_hooks.register(DistributedDataParallel(mlp(8, 8)), "fp16")
+        comm_hooks.register_comm_hook(DistributedDataParallel(mlp(8, 8)), "fp16")
     assert store.check(["connected last"])
 
 

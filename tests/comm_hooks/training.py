@@ -68,11 +68,11 @@ def wrapped(
     model = DistributedDataParallel(copy.deepcopy(net), **settings)
     if wire is None:
         return model, None
-    return model, comm_hooks.register(model, wire, ranks_per_host=ranks_per_host)
+    return model, comm_hooks.register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
 
 
 def spread(wrapper: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """An mlp in a wrapper, and what ``register`` needs to know of it."""
+    """An mlp in a wrapper, and what ``register_comm_hook`` needs to know of it."""
     net, size = mlp(*WIDTHS).to(here()), dist.get_world_size()
     if wrapper == "DDP":
         return DistributedDataParallel(net, **{"bucket_cap_mb": 0.01, **settings}), {}

@@ -1,4 +1,4 @@
-"""step(max_norm=, skip_norm_above=): norm, flag and clip are one message, and the step one decision.
+"""step(max_norm=, skip_norm_above=) sends one message with flag and norm, and decides once.
 
 Programs of such steps, over one optimizer and several, are drawn in `test_oracle`, and in every
 layout in `tests.scaler.test_random_programs`.

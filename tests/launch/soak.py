@@ -96,7 +96,7 @@ class Job:
         # So DDP keeps its buckets: other ones would round other sums.
         model = DistributedDataParallel(cast_model(Net(), level), find_unused_parameters=True)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=level == "bf16")
-        self.hook = comm_hooks.register(model, "int8", ranks_per_host=2)
+        self.hook = comm_hooks.register_comm_hook(model, "int8", ranks_per_host=2)
         self.amp = initialize(model, optimizer, level, max_consecutive_skips=3)
         self.guard = self.amp.scaler
         assert isinstance(self.guard, StepGuard)

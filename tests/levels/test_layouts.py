@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, initialize
-from distamp.comm_hooks import register
+from distamp.comm_hooks import register_comm_hook
 from distamp.errors import CallOrderError
 from distamp.levels import Amp
 from tests.collectives import count_collectives
@@ -134,7 +134,7 @@ def test_copies_of_shards_count_once_in_the_norm(alone):
 @pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
 def test_a_hook_that_was_registered_by_hand_is_attached(layout):
     model = wrapped(net(batchnorm=False), layout, None, "")
-    hook = register(model, "fp16")
+    hook = register_comm_hook(model, "fp16")
     amp = initialize(model, adam(model), "bf16")
     assert amp.comm_hooks == (hook,)
     amp.scaler.detach_comm_hook(hook)  # raises where it was not attached

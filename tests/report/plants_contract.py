@@ -121,7 +121,7 @@ def _ddp(register: Callable[[DistributedDataParallel], Any]) -> Made:
 def _a_hook_of_fsdp2() -> Any:
     """It sends by threads of its own, so the contract is given it."""
     model = sharded(_net(), mesh((2,), ("dp",)))
-    hook = comm_hooks.register(model, "bf16")
+    hook = comm_hooks.register_comm_hook(model, "bf16")
     return *trained(model), [hook]
 
 
@@ -247,23 +247,23 @@ def _states_of_one_group() -> Made:
     return step, model, optimizer
 
 
-REDUCE, GATHER, COMPUTE = {"reduce": "fp32"}, {"gather": "bf16"}, {"compute": "bf16"}
+REDUCE, GATHER, COMPUTE = {"grad_reduce": "fp32"}, {"param_all_gather": "bf16"}, {"compute": "bf16"}
 PARAMETERS, STATE = {"parameters": "fp32"}, {"optimizer_state": "fp32"}
 SENDS_BF16, SENDS_FP32 = {"activations": "fp32"}, {"activations": "bf16"}
 PLANTS: tuple[Violation, ...] = (
     Violation(
         "reduce_dtype does not reach tensor parallel",
         4,
-        {"reduce": "fp32", "activations": "fp32", "gather": "bf16"},
+        {"grad_reduce": "fp32", "activations": "fp32", "param_all_gather": "bf16"},
         "bf16",
         _reduce_dtype_is_not_tensor_parallels,
         "blocks",
-        ("activations", "reduce"),
+        ("activations", "grad_reduce"),
     ),
     Violation(
         "an fp8 all-gather that is bf16",
         2,
-        {"gather": "fp8"},
+        {"param_all_gather": "fp8"},
         "bf16",
         lambda: _fsdp2(param_dtype=BF16, reduce_dtype=FP32),
     ),
@@ -312,7 +312,7 @@ PLANTS: tuple[Violation, ...] = (
         2,
         REDUCE,
         "int8",
-        lambda: _ddp(lambda model: comm_hooks.register(model, "int8")),
+        lambda: _ddp(lambda model: comm_hooks.register_comm_hook(model, "int8")),
     ),
     Violation("FSDP2 under a bf16 hook", 2, REDUCE, "bf16", _a_hook_of_fsdp2),
     Violation(
@@ -338,7 +338,7 @@ PLANTS: tuple[Violation, ...] = (
         "fp32",
         _one_block_of_another_policy,
         "1",
-        ("gather",),
+        ("param_all_gather",),
     ),
     Violation(
         "HSDP reduces in bf16",
@@ -360,10 +360,18 @@ PLANTS: tuple[Violation, ...] = (
         REDUCE,
         "bf16",
         _by_hand,
-        keys=("reduce", "activations"),
+        keys=("grad_reduce", "activations"),
     ),
-    Violation("ZeRO broadcasts bf16 weights", 2, {"gather": "fp32"}, "bf16", _zero_of_bf16_weights),
-    Violation("OSS broadcasts in fp16", 2, {"gather": "fp32"}, "fp16", _oss_broadcasts_fp16),
+    Violation(
+        "ZeRO broadcasts bf16 weights",
+        2,
+        {"param_all_gather": "fp32"},
+        "bf16",
+        _zero_of_bf16_weights,
+    ),
+    Violation(
+        "OSS broadcasts in fp16", 2, {"param_all_gather": "fp32"}, "fp16", _oss_broadcasts_fp16
+    ),
     Violation(
         "tensor parallel sends fp32",
         2,
@@ -390,7 +398,7 @@ PLANTS: tuple[Violation, ...] = (
     Violation(
         "partial gradients that the optimizer adds up",
         2,
-        {"reduce": "bf16"},
+        {"grad_reduce": "bf16"},
         "fp32",
         lambda: trained(parallel(_net(), mesh((2,), ("tp",)), sequence=True)),
     ),
@@ -455,7 +463,7 @@ PLANTS: tuple[Violation, ...] = (
         ),
         "adapter",
     ),
-    Violation("bf16 weights without masters", 1, {"masters": "fp32"}, "bf16", _half),
+    Violation("bf16 weights without masters", 1, {"master_weights": "fp32"}, "bf16", _half),
     Violation("an optimizer's own bf16 states", 1, STATE, "bf16", _an_optimizers_own_bf16),
     Violation("states of one group in bf16", 1, STATE, "bf16", _states_of_one_group, "head"),
 )

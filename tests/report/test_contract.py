@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import distamp
 from distamp import ConfigError, ContractReport, PrecisionContract
-from distamp.comm_hooks import register
+from distamp.comm_hooks import register_comm_hook
 from tests.autocast.counting import Calls
 from tests.levels.nets import train
 from tests.on_ranks import on_ranks
@@ -28,10 +28,10 @@ WORDS: dict[str, Any] = {
     "parameters": "fp32",
     "compute": "bf16",
     "norms": ("fp32", "bf16"),
-    "gather": "bf16",
-    "reduce": "fp32",
+    "param_all_gather": "bf16",
+    "grad_reduce": "fp32",
     "activations": "bf16",
-    "masters": "fp32",
+    "master_weights": "fp32",
     "optimizer_state": "fp32",
 }
 
@@ -57,7 +57,7 @@ def test_a_whole_model_in_bf16_is_a_line_for_each_word_that_it_breaks():
     found = checked(Net().bfloat16())
     assert {each.key: (each.found, each.count) for each in found} == {
         "parameters": ("bf16", 25),
-        "masters": ("bf16", 25),
+        "master_weights": ("bf16", 25),
         "optimizer_state": ("bf16", 50),
     }
     assert found[0].where[0] == "blocks.*.down.bias"
@@ -264,9 +264,9 @@ def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():
     both = mesh((1, 2), ("dp", "tp"))
     net = parallel(Net(attends=False), both["tp"], sequence=True)
     model = sharded(net, both["dp"], param_dtype=BF16, reduce_dtype=FP32)
-    found = PrecisionContract(reduce="fp32", activations="bf16").check(*trained(model))
+    found = PrecisionContract(grad_reduce="fp32", activations="bf16").check(*trained(model))
     (breach,) = found
-    assert (breach.key, breach.found, breach.op) == ("reduce", "bf16", "all_reduce")
+    assert (breach.key, breach.found, breach.op) == ("grad_reduce", "bf16", "all_reduce")
     assert (breach.where, breach.ranks, breach.group[-3:]) == (("blocks.*",), (0, 1), "[2]")
     assert "reduce_dtype" in breach.fix
     assert found.seen["activations"]["bf16"] > 4
@@ -313,27 +313,29 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
 @pytest.mark.parametrize("level", ["bf16", "O1"])
 def test_weights_that_a_hook_gathers_are_gathered_and_no_gradients(level):
     model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-    hook = register(model, "int8", gather="int8")
+    hook = register_comm_hook(model, "int8", param_format="int8")
     optimizer = torch.optim.AdamW(model.parameters())
     amp = distamp.initialize(model, optimizer, level)
     assert amp.comm_hooks == (hook,)
     found = amp.check(lambda: train(amp, [torch.ones(4, 64)], max_norm=1.0))
     assert not found
-    assert list(found.seen["gather"]) == ["int8"]
-    assert list(found.seen["reduce"]) == ["int8"]
+    assert list(found.seen["param_all_gather"]) == ["int8"]
+    assert list(found.seen["grad_reduce"]) == ["int8"]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("gather", ["int8", "bf16"])
+@pytest.mark.parametrize("param_all_gather", ["int8", "bf16"])
 def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
     model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-    hook = register(model, "fp16", gather=gather)
+    hook = register_comm_hook(model, "fp16", param_format=gather)
 
     def step() -> None:
         model(torch.ones(4, 64)).sum().backward()
 
-    (breach,) = PrecisionContract(gather="fp32", reduce="fp16").check(step, model, hooks=[hook])
-    assert (breach.key, breach.declared, breach.found) == ("gather", ("fp32",), gather)
+    (breach,) = PrecisionContract(param_format="fp32", grad_reduce="fp16").check(
+        step, model, hooks=[hook]
+    )
+    assert (breach.key, breach.declared, breach.found) == ("param_all_gather", ("fp32",), gather)
 
 
 @on_ranks(2)
@@ -343,7 +345,7 @@ def test_gradients_that_would_grow_in_a_hooks_format_are_no_breach():
     amp = distamp.initialize(model, optimizer, "bf16", comm_hook="int8")
     found = amp.check(lambda: train(amp, [BATCH], max_norm=1.0))
     assert not found
-    assert list(found.seen["reduce"]) == ["fp32"]
+    assert list(found.seen["grad_reduce"]) == ["fp32"]
 
 
 @on_ranks(2)

@@ -404,7 +404,7 @@ def spread(model: Any, layout: str) -> nn.Module:
     if hook == "torch's":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook:
-        distamp.comm_hooks.register(model, hook)
+        distamp.comm_hooks.register_comm_hook(model, hook)
     return model
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
-from distamp.comm_hooks import formats, register
+from distamp.comm_hooks import formats, register_comm_hook
 from tests.comm_hooks.training import WIDTHS, spread
 from tests.on_ranks import on_devices
 from tests.place import device_type, here
@@ -24,7 +24,7 @@ SCHEDULES = [("late", 0), ("late_others", 0)]
 def _train(how: str, wire: str, attach: bool, ranks_per_host: int, kind: str) -> Any:
     """Six steps, one of which overflows on rank 1 alone: losses, scale, and who stepped."""
     model, settings = spread(how)
-    state = register(model, wire, ranks_per_host=ranks_per_host, **settings)
+    state = register_comm_hook(model, wire, ranks_per_host=ranks_per_host, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **{kind: True})
     scaler = DistGradScaler(device_type(), init_scale=2.0**10, growth_interval=3)
     if attach:
@@ -70,7 +70,7 @@ def _bucket_on_a_stream() -> list[Tensor]:
     """Gradients made on the user's own stream, averaged by a hook, read there."""
     side = torch.Stream(here())
     model = DistributedDataParallel(nn.Linear(64, 64).to(here()))
-    register(model, "fp16")
+    register_comm_hook(model, "fp16")
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         for _ in range(3):
@@ -97,7 +97,7 @@ def _roots() -> float:
     for each in blocks:
         fully_shard(each, mesh=mesh((size,), ("shard",)))
     # In two levels: what a rank got from its own host is read again when it adds up.
-    register(blocks, "fp16", ranks_per_host=2)
+    register_comm_hook(blocks, "fp16", ranks_per_host=2)
     worst = 0.0
     for step in range(3):
         blocks.zero_grad()
@@ -124,7 +124,7 @@ def test_roots_never_share_a_buffer_in_flight(sim_ranks):
 @on_devices(2)
 def test_every_lane_of_a_device_keeps_a_failure():
     model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
-    state, bucket = register(model, "fp16"), torch.ones(4096, device=here())
+    state, bucket = register_comm_hook(model, "fp16"), torch.ones(4096, device=here())
     failing = patch.object(formats, "encode", side_effect=RuntimeError("out of memory"))
     with failing, pytest.raises(RuntimeError, match="out of memory"):
         state.average(bucket, [])
@@ -140,7 +140,7 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
     from tests.simulated.device import refuse
 
     parameters = {name: nn.Parameter(torch.zeros(4096, device=here())) for name in "ab"}
-    hook = register(DistributedDataParallel(nn.Linear(8, 8).to(here())), "int8")
+    hook = register_comm_hook(DistributedDataParallel(nn.Linear(8, 8).to(here())), "int8")
     hook.name_parameters(parameters.items())
     for used, flag in (("ab", skipped), ("b", 0.0)):
         for name in used:
@@ -164,7 +164,7 @@ def test_a_bucket_waits_for_nothing(wire, ranks_per_host):
     bucket = torch.ones(1 << 16, device=here())
     parameters = [nn.Parameter(bucket)]
     model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
-    state = register(model, wire, ranks_per_host=ranks_per_host)
+    state = register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
     for number in range(4):  # each lane has its memory from the third on
         with refuse() if number > 1 else contextlib.nullcontext():
             state.average(bucket, parameters).wait()
