@@ -165,7 +165,7 @@ def _check(options: argparse.Namespace) -> int:
             f"{options.factory} returned a {type(model).__name__} as the model, which is a "
             "torch.nn.Module or several in a tuple"
         )
-    contract = values.pop("contract", None) or PrecisionContract.of(options.level, *models)
+    contract = values.pop("contract", None) or PrecisionContract.from_level(options.level, *models)
     result = contract.check(**values)
     if os.environ.get("RANK", "0") == "0":
         print(result)

@@ -31,7 +31,7 @@ class PrecisionLevel:
     that contradicts itself cannot be made. `PrecisionLevel.from_name` makes the rows of `LEVELS`.
 
     Args:
-        level: Its name.
+        name: Its name, such as ``"bf16"``.
         param: The dtype of the model's parameters and floating buffers.
         compute: The dtype of matrix products and convolutions. Where it differs from ``param``,
             autocast casts op by op; else every op runs in the dtype of the parameters.
@@ -57,7 +57,7 @@ class PrecisionLevel:
     2018.
     """
 
-    level: str
+    name: str
     param: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
@@ -109,23 +109,23 @@ class PrecisionLevel:
         if is_split and self.param is not torch.bfloat16:
             raise ConfigError(
                 "master_weights='split' stores float32 values as bfloat16 parameters and 16 bits, "
-                f"and the parameters of {self.level} are {self.param}; take bf16-O2, or True"
+                f"and the parameters of {self.name} are {self.param}; take bf16-O2, or True"
             )
         for name, contradiction in (("keep_batchnorm_fp32", False), ("master_weights", True)):
             value = True if name == "master_weights" and is_split else getattr(self, name)
             if not isinstance(value, bool) and (self.casts_model or value is not None):
-                raise ConfigError(f"{name} must be True or False at {self.level}, not {value!r}")
+                raise ConfigError(f"{name} must be True or False at {self.name}, not {value!r}")
             contradicts = value is not None if self.autocasts else value is contradiction
             if contradicts and not self.casts_model:
                 raise ConfigError(
-                    f"{name}={value} contradicts {self.level}, whose parameters are float32 "
+                    f"{name}={value} contradicts {self.name}, whose parameters are float32 "
                     "already; leave it out, or take O2 or O3, whose model is cast"
                 )
         beside = (self.param, self.compute) == (torch.float32, torch.bfloat16)
         if self.float8 is not None and not (self.float8 in ("tensorwise", "rowwise") and beside):
             raise ConfigError(
                 "float8 must be 'tensorwise' or 'rowwise', in a region of bfloat16 over float32 "
-                f"parameters, not {self.float8!r} at {self.level}; take fp8 or fp8-rowwise"
+                f"parameters, not {self.float8!r} at {self.name}; take fp8 or fp8-rowwise"
             )
         if self.float8_all_gather and self.float8 != "tensorwise":
             raise ConfigError(
@@ -139,7 +139,7 @@ class PrecisionLevel:
         for pattern, pin in self.pins:
             if not isinstance(pattern, str) or pin not in _PINS:
                 raise ConfigError(
-                    "precision must have shell patterns over module names, each with one of "
+                    "module_precision must have shell patterns over module names, each with one of "
                     f"{list(_PINS)}, not {pattern!r}: {pin!r}"
                 )
 
@@ -151,7 +151,7 @@ class PrecisionLevel:
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | Literal["split"] | None = None,
         loss_scale: float | str | None = None,
-        precision: Mapping[str, str] | None = None,
+        module_precision: Mapping[str, str] | None = None,
     ) -> PrecisionLevel:
         """Return a row of `LEVELS`, with some of it overridden as in Apex.
 
@@ -162,7 +162,7 @@ class PrecisionLevel:
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
             loss_scale: Overrides the row's; a number, also as text, or ``"dynamic"``.
-            precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head":
+            module_precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head":
                 "fp32:keep_output"}``.
 
         Raises:
@@ -179,14 +179,14 @@ class PrecisionLevel:
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
             "master_weights": master_weights,
             "loss_scale": _number(loss_scale),
-            "pins": None if precision is None else _pairs(precision),
+            "pins": None if module_precision is None else _pairs(module_precision),
         }
         return row.replace(**{name: value for name, value in given.items() if value is not None})
 
     def contract(self, *models: Any) -> dict[str, Any]:
         """Return what this level promises of each part of a step: `PrecisionContract`'s arguments.
 
-        ``PrecisionContract(**precision.contract(model))`` is the contract; ``amp.check(step)``
+        ``PrecisionContract(**level.contract(model))`` is the contract; ``amp.check(step)``
         checks it.
 
         Args:
@@ -248,13 +248,13 @@ class PrecisionLevel:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _pairs(precision: object) -> tuple[tuple[str, str], ...]:
-    if not isinstance(precision, Mapping):
+def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(module_precision, Mapping):
         raise ConfigError(
-            "precision must map patterns over module names to precisions, as in "
-            f"{{'*.norm': 'fp32'}}, not {precision!r:.80}"
+            "module_precision must map patterns over module names to precisions, as in "
+            f"{{'*.norm': 'fp32'}}, not {module_precision!r:.80}"
         )
-    return tuple(precision.items())
+    return tuple(module_precision.items())
 
 
 def _number(value: object) -> object:
@@ -271,7 +271,7 @@ _DYNAMIC: Literal["dynamic"] = "dynamic"
 #: Every level by name.
 LEVELS: Mapping[str, PrecisionLevel] = MappingProxyType(
     {
-        row.level: row
+        row.name: row
         for row in (
             #         level      param  compute reduce output  batch norm, masters, loss scale
             PrecisionLevel("O0", _F32, _F32, _F32, _F32, None, False, 1.0),

@@ -243,7 +243,7 @@ class Config(
                     "are to have a precision of their own, a table [modules]"
                 )
             level = _LEVELS.get(given["level"], given["level"])
-            return PrecisionLevel.from_name(level, precision=given.get("modules", {}))
+            return PrecisionLevel.from_name(level, module_precision=given.get("modules", {}))
 
     @property
     def goes_on(self) -> bool:

@@ -107,7 +107,7 @@ def start(
             optimizers,
             level,
             init_scale=config.init_scale if is_dynamic else None,
-            schedule=DynamicLossScale(growth_interval=config.growth_interval)
+            loss_scale=DynamicLossScale(growth_interval=config.growth_interval)
             if is_dynamic
             else None,
             # A scale that is too large is found by skips in a row.

@@ -58,12 +58,12 @@ class Amp:
 
     Like ``torch.amp.autocast`` and ``torch.amp.GradScaler``, combined for one level, so that the
     training loop is the same at every level. Nothing is patched. For what this class does not
-    cover, use ``scaler`` and ``precision``.
+    cover, use ``scaler`` and ``level``.
 
     Attributes:
         models: The given models, cast if the level requires it.
         optimizers: The given optimizers.
-        precision: The level, overrides included.
+        level: The `PrecisionLevel`, overrides included.
         scaler: The `DistGradScaler`; a `StepGuard` if the level has no loss scale.
         comm_hooks: The state of each model's communication hook, with its ``stats()``; empty
             without ``comm_hook``.
@@ -88,7 +88,7 @@ class Amp:
         self,
         models: tuple[nn.Module, ...],
         optimizers: tuple[torch.optim.Optimizer, ...],
-        precision: PrecisionLevel,
+        level: PrecisionLevel,
         scaler: DistGradScaler | StepGuard,
         region: autocast,
         comm_hooks: tuple[CommHook, ...] = (),
@@ -98,7 +98,7 @@ class Amp:
     ) -> None:
         self.models = models
         self.optimizers = optimizers
-        self.precision = precision
+        self.level = level
         self.scaler = scaler
         self.comm_hooks = comm_hooks
         self._region = region
@@ -108,7 +108,7 @@ class Amp:
         self._stepped = optimizers or idle
         self._unmatched = unmatched
         # A level that makes no masters, or leaves them to FSDP, refuses to train half precision.
-        self._refuses_half = not precision.casts_model or any(
+        self._refuses_half = not level.casts_model or any(
             recognise(model).policies for model in models
         )
         self._sync = GradientSync(models)
@@ -124,7 +124,7 @@ class Amp:
     def __repr__(self) -> str:
         """Return level, models and scaler, as far as the host knows them; sends nothing."""
         models = ", ".join(type(model).__name__ for model in self.models)
-        return f"<Amp of {models} at {self.precision.level}: {self.scaler!r}>"
+        return f"<Amp of {models} at {self.level.name}: {self.scaler!r}>"
 
     @property
     def masters(self) -> list[MasterParameters]:
@@ -340,7 +340,7 @@ class Amp:
             if "_scale is None" not in str(error):  # torch's words, which name no call of Amp
                 raise
             raise CallOrderError(
-                f"amp.step() was called at {self.precision.level}, which scales the loss, and no "
+                f"amp.step() was called at {self.level.name}, which scales the loss, and no "
                 "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
                 "use amp.scale_loss(loss)."
             ) from error
@@ -363,7 +363,7 @@ class Amp:
         if self._trains_half():
             try:
                 for model in self.models:
-                    check_trained(model, recognise(model), self.precision)
+                    check_trained(model, recognise(model), self.level)
             except ConfigError as error:
                 return error
         return None
@@ -417,10 +417,10 @@ class Amp:
         Returns:
             What was not as the level says; see `PrecisionContract.check`, whose errors it has too.
         """
-        words = self.precision.contract(*self.models)
+        words = self.level.contract(*self.models)
         # What FSDP has gathered for a forward pass without a backward pass may still be there.
         given = {p.dtype for each in self.optimizers for p in source_of(each).parameters()}
-        if given and self.precision.param not in given:
+        if given and self.level.param not in given:
             words["parameters"] = "fp32"
         # Only what is trained must have the level's dtype.
         frozen = {p.dtype for m in self.models for p in m.parameters() if not p.requires_grad}
@@ -452,7 +452,7 @@ class Amp:
         """Return level, loss scale and masters, to be saved beside model and optimizers."""
         return {
             "version": 1,
-            "opt_level": self.precision.level,
+            "opt_level": self.level.name,
             "loss_scalers": [scaler.state_dict() for scaler in self._scalers()],
             "masters": [masters.state_dict() for masters in self.masters],
         }
@@ -554,7 +554,7 @@ def _any(flags: Sequence[Tensor]) -> Tensor:
 
 def _load_scale(scaler: DistGradScaler, state: Any) -> None:
     """Load a scaler's state, where the scale is dynamic on both sides."""
-    saved = DistGradScaler("cpu", schedule=scaler.schedule)
+    saved = DistGradScaler("cpu", loss_scale=scaler.schedule)
     saved.load_state_dict(state)
     kinds = {scaler.schedule.kind, saved.schedule.kind}
     if len(kinds) > 1:  # which of the two it is, is what `initialize` was given

@@ -39,7 +39,7 @@ def cast_model(
     *,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
-    precision: Mapping[str, str] | None = None,
+    module_precision: Mapping[str, str] | None = None,
     process_group: GroupLike = None,
 ) -> _M:
     """Cast a model in place to what its level asks for, before anything is wrapped around it.
@@ -60,8 +60,8 @@ def cast_model(
         opt_level: A name in ``distamp.levels.LEVELS``, or a `PrecisionLevel`.
         keep_batchnorm_fp32: In place of the level's own.
         master_weights: In place of the level's own.
-        precision: Modules in a precision of their own, by shell patterns over their names, as in
-            ``{"*.norm": "fp32", "lm_head": "fp32:keep_output"}``; see
+        module_precision: Modules in a precision of their own, by shell patterns over their names,
+            as in ``{"*.norm": "fp32", "lm_head": "fp32:keep_output"}``; see
             `distamp.set_module_precision`. Of several that match, the last counts. Among several
             ranks a pattern may match nothing here, because another rank may have those modules;
             `initialize` compares all ranks.
@@ -82,7 +82,7 @@ def cast_model(
         opt_level,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
-        precision=precision,
+        module_precision=module_precision,
     )
     pins, unmatched = match_patterns([model], level)
     group = resolve(process_group)
@@ -101,33 +101,33 @@ def cast_model(
     return model
 
 
-def prepare(model: nn.Module, precision: PrecisionLevel, pins: Pins) -> None:
+def prepare(model: nn.Module, level: PrecisionLevel, pins: Pins) -> None:
     """Pin the modules of a model, and change the rest where the level says so and nobody has."""
-    pin_all(model, pins, precision.param)
-    if cast_as(model) is not None or not precision.changes_model:
+    pin_all(model, pins, level.param)
+    if cast_as(model) is not None or not level.changes_model:
         return
-    if precision.float8 is not None:
-        convert(model, precision)
+    if level.float8 is not None:
+        convert(model, level)
     else:
-        _cast_all(model, precision)
-    setattr(model, _MARK, precision)
+        _cast_all(model, level)
+    setattr(model, _MARK, level)
 
 
-def _cast_all(model: nn.Module, precision: PrecisionLevel) -> None:
-    kept = kept_fp32(model, precision)
+def _cast_all(model: nn.Module, level: PrecisionLevel) -> None:
+    kept = kept_fp32(model, level)
     for tensor in own_tensors(*model.modules()):
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if id(tensor) in kept else precision.param)
+            tensor.data = tensor.data.to(torch.float32 if id(tensor) in kept else level.param)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    inputs = functools.partial(_cast_inputs, precision.param)
+    inputs = functools.partial(_cast_inputs, level.param)
     model.register_forward_pre_hook(inputs, with_kwargs=True, prepend=True)
-    if precision.output is not None:
-        model.register_forward_hook(functools.partial(_cast_outputs, precision.output))
+    if level.output is not None:
+        model.register_forward_hook(functools.partial(_cast_outputs, level.output))
 
 
-def check_frozen(model: nn.Module, precision: PrecisionLevel) -> None:
+def check_frozen(model: nn.Module, level: PrecisionLevel) -> None:
     """Refuse a level that cannot compute with the frozen parameters as they are.
 
     Only what is trained must have the level's dtype. A region casts the rest op by op, but not
@@ -138,14 +138,14 @@ def check_frozen(model: nn.Module, precision: PrecisionLevel) -> None:
         ConfigError: They are in half precision at O0, or in another one than the level computes
             in, where a cast would lose range or precision.
     """
-    kind, ways = (nn.Module, "bf16 or O1, or ") if not precision.autocasts else (_BatchNorm, "")
+    kind, ways = (nn.Module, "bf16 or O1, or ") if not level.autocasts else (_BatchNorm, "")
     modules = (module for module in model.modules() if isinstance(module, kind))
     held = (p for module in modules for p in module.parameters(recurse=False))
-    others = {p.dtype for p in held if not p.requires_grad} & O2_OF.keys() - {precision.compute}
+    others = {p.dtype for p in held if not p.requires_grad} & O2_OF.keys() - {level.compute}
     if others:
         dtype = others.pop()
         raise ConfigError(
-            f"{precision.level} computes in {precision.compute} and the model has frozen "
+            f"{level.name} computes in {level.compute} and the model has frozen "
             f"{'batch norms' if precision.autocasts else 'parameters'} in {dtype}; take {ways}"
             f"{O2_OF[dtype]}, or cast them yourself: module.to(...)"
         )
@@ -156,28 +156,28 @@ def cast_as(model: nn.Module) -> PrecisionLevel | None:
     return getattr(model, _MARK, None)
 
 
-def check_cast_before(model: nn.Module, precision: PrecisionLevel) -> None:
+def check_cast_before(model: nn.Module, level: PrecisionLevel) -> None:
     """Refuse a model that was cast to something else.
 
     Raises:
         ConfigError: It was.
     """
     before = cast_as(model)
-    if before is not None and _layout_of(before) != _layout_of(precision):
+    if before is not None and _layout_of(before) != _layout_of(level):
         raise ConfigError(
-            f"the model was cast for {before.level} ({_layout_of(before)}) and is to train at "
-            f"{precision.level} ({_layout_of(precision)}); give both the same, and build the model "
+            f"the model was cast for {before.name} ({_layout_of(before)}) and is to train at "
+            f"{level.name} ({_layout_of(level)}); give both the same, and build the model "
             "again, because rounding lost precision"
         )
 
 
-def _layout_of(precision: PrecisionLevel) -> str:
+def _layout_of(level: PrecisionLevel) -> str:
     named = {
-        "parameters": precision.param,
-        "keep_batchnorm_fp32": precision.keep_batchnorm_fp32,
-        "precision": dict(precision.pins),
-        "float8": precision.float8,
-        "float8_all_gather": precision.float8_all_gather,
+        "parameters": level.param,
+        "keep_batchnorm_fp32": level.keep_batchnorm_fp32,
+        "precision": dict(level.pins),
+        "float8": level.float8,
+        "float8_all_gather": level.float8_all_gather,
     }
     return ", ".join(f"{name}={value}" for name, value in named.items() if value)
 

@@ -42,7 +42,7 @@ def check(
     models: Sequence[nn.Module],
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
-    precision: PrecisionLevel,
+    level: PrecisionLevel,
     pins: Pins,
     comm_hook: str | None,
     replicas: object,
@@ -61,52 +61,51 @@ def check(
             "the model is on 'meta' and has no values yet; materialise it first, by "
             "model.to_empty(device=...) and its initialisation or a checkpoint, then initialize"
         )
-    _check_optimizers(models, optimizers, precision)
-    if precision.master_weights and not any(wrapping.policies for wrapping in wrappings):
+    _check_optimizers(models, optimizers, level)
+    if level.master_weights and not any(wrapping.policies for wrapping in wrappings):
         for optimizer in optimizers:
             refuse_held(optimizer)
-    if precision.float8 is not None:
-        _check_ops(precision, ops)
-        check_kernels(models, device, precision)
+    if level.float8 is not None:
+        _check_ops(level, ops)
+        check_kernels(models, device, level)
     for model, wrapping in zip(models, wrappings, strict=True):
-        _check_model(model, wrapping, precision, pins)
+        _check_model(model, wrapping, level, pins)
     _check_comm_hook(wrappings, comm_hook, replicas)
     return device.type
 
 
-def _check_ops(precision: PrecisionLevel, ops: OpLists | None) -> None:
+def _check_ops(level: PrecisionLevel, ops: OpLists | None) -> None:
     lower = Category.LOWER_PRECISION
     found = lower if ops is None else ops.by_op().get("mm", lower)
     if found is not lower:
         raise ConfigError(
-            f"ops lists matrix products as {found.value}, and at {precision.level} linear layers "
-            "compute them in float8; leave linear out, or pin layers: precision={'name': 'fp32'}"
+            f"ops lists matrix products as {found.value}, and at {level.name} linear layers "
+            "compute them in float8; leave linear out, or pin layers: module_precision={'name': "
+            "'fp32'}"
         )
 
 
-def _check_model(
-    model: nn.Module, wrapping: Wrapping, precision: PrecisionLevel, pins: Pins
-) -> None:
-    check_frozen(model, precision)
+def _check_model(model: nn.Module, wrapping: Wrapping, level: PrecisionLevel, pins: Pins) -> None:
+    check_frozen(model, level)
     cast = cast_as(wrapping.inner)
     if wrapping.policies:
-        check_trained(model, wrapping, precision)
-        _check_policies(model, wrapping, precision)
-    if cast is not None or (precision.changes_model and not wrapping.policies):
-        _check_cast(wrapping, precision)
-    check_trained(model, wrapping, precision)
+        check_trained(model, wrapping, level)
+        _check_policies(model, wrapping, level)
+    if cast is not None or (level.changes_model and not wrapping.policies):
+        _check_cast(wrapping, level)
+    check_trained(model, wrapping, level)
     _check_pins(model, wrapping, pins)
     if wrapping.name == FSDP2:
         _check_units(model)
 
 
-def check_trained(model: nn.Module, wrapping: Wrapping, precision: PrecisionLevel) -> None:
+def check_trained(model: nn.Module, wrapping: Wrapping, level: PrecisionLevel) -> None:
     """Refuse trained parameters in half precision, unless the level casts them itself.
 
     Raises:
         ConfigError: The model has such parameters.
     """
-    if precision.casts_model and not wrapping.policies:
+    if level.casts_model and not wrapping.policies:
         return
     trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
     half = [(name, dtype) for name, dtype in trained if dtype in O2_OF]
@@ -120,40 +119,41 @@ def check_trained(model: nn.Module, wrapping: Wrapping, precision: PrecisionLeve
             "out model.half() or cast_model()"
         )
     raise ConfigError(
-        f"{precision.level} trains float32 parameters and the model has some in {dtype}, first "
+        f"{level.name} trains float32 parameters and the model has some in {dtype}, first "
         f"{name}; leave out model.half(), or make those float32 by .float() of their module "
         f"(peft's modules_to_save), or take {O2_OF[dtype]}, whose model is cast; what stays "
         "frozen, as the base under adapters, may be in any dtype: requires_grad_(False)"
     )
 
 
-def _check_policies(model: nn.Module, wrapping: Wrapping, precision: PrecisionLevel) -> None:
+def _check_policies(model: nn.Module, wrapping: Wrapping, level: PrecisionLevel) -> None:
     """Refuse FSDP's mixed precision where it is not what the level does."""
-    name, level = wrapping.name, precision.level
-    if precision.autocasts and wrapping.policies == {(precision.compute, precision.reduce)}:
+    name, level_name = wrapping.name, level.name
+    if level.autocasts and wrapping.policies == {(level.compute, level.reduce)}:
         return  # gathered in the dtype that the region would cast it to
     dtypes = {dtype for dtype, _ in wrapping.policies}
-    if not precision.master_weights or dtypes != {precision.param}:
+    if not level.master_weights or dtypes != {level.param}:
         raise ConfigError(
             f"{name} computes in {', '.join(map(str, dtypes))} and keeps float32 parameters by its "
-            f"own mixed precision, and {level} computes in {precision.compute} with parameters in "
-            f"{precision.param} and gradients reduced in {precision.reduce}; leave that setting "
+            f"own mixed precision, and {level_name} computes in {level.compute} with parameters in "
+            f"{level.param} and gradients reduced in {level.reduce}; leave that setting "
             f"out, or take {'O2' if torch.float16 in dtypes else 'bf16-O2'}"
         )
     if name == FSDP2:
-        _check_output_dtypes(model, precision)
+        _check_output_dtypes(model, level)
     units = casting_units(model)
     norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.affine}
     cast = [name for name, norm in norms.items() if units[norm] is not None]
-    if precision.keep_batchnorm_fp32 and cast:
+    if level.keep_batchnorm_fp32 and cast:
         raise ConfigError(
-            f"{name} casts batch norm {cast[0]!r} to {precision.param} with the modules around it "
-            f"({len(cast)} in all), and {level} keeps batch norms in float32; wrap each batch norm "
+            f"{name} casts batch norm {cast[0]!r} to {level.param} with the modules around it "
+            f"({len(cast)} in all), and {level_name} keeps batch norms in float32; wrap each "
+            "batch norm "
             "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
         )
 
 
-def _check_output_dtypes(model: nn.Module, precision: PrecisionLevel) -> None:
+def _check_output_dtypes(model: nn.Module, level: PrecisionLevel) -> None:
     """Refuse a unit inside of another whose outputs the modules of the outer one cannot take.
 
     FSDP2 casts what goes into a unit, and nothing between the modules that share one. An embedding
@@ -173,15 +173,15 @@ def _check_output_dtypes(model: nn.Module, precision: PrecisionLevel) -> None:
                 around[child] = unit
     for unit, outer in around.items():
         dtype = output_dtype_of(unit)
-        if dtype in (None, precision.param) or outer not in takes_inputs:
+        if dtype in (None, level.param) or outer not in takes_inputs:
             continue
         names = module_names(model)
         raise ConfigError(
             f"fully_shard casts the outputs of {names[unit]!r} to {dtype} "
             f"(output_dtype of its policy), and {names[takes_inputs[outer]]!r}, which belongs to "
-            f"the unit around it, computes in {precision.param} and is given no cast. Pass "
+            f"the unit around it, computes in {level.param} and is given no cast. Pass "
             "output_dtype to the root alone: MixedPrecisionPolicy(param_dtype="
-            f"{precision.param}) for every other unit."
+            f"{level.param}) for every other unit."
         )
 
 
@@ -223,30 +223,33 @@ def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
             )
 
 
-def _check_cast(wrapping: Wrapping, precision: PrecisionLevel) -> None:
+def _check_cast(wrapping: Wrapping, level: PrecisionLevel) -> None:
     """Refuse a model that was not changed before it was wrapped, or for another level."""
-    name, level, cast = wrapping.name, precision.level, cast_as(wrapping.inner)
+    name, level_name, cast = wrapping.name, level.name, cast_as(wrapping.inner)
     # Masters are of parameters that stay in place: FSDP1's do not.
-    if precision.master_weights and name in _SETTINGS and (cast is None or name == FSDP1):
+    if level.master_weights and name in _SETTINGS and (cast is None or name == FSDP1):
         without = "" if cast is None else "leave out cast_model() and "
         or_cast = ", or call cast_model() before it" if name == FSDP2 else ""
         raise ConfigError(
-            f"{level} over {name} is its own mixed precision over float32 parameters, and it was "
-            f"given none: {without}pass {name} {_SETTINGS[name].format(precision.param)}{or_cast}"
+            f"{level_name} over {name} is its own mixed precision over float32 parameters, and "
+            "it was "
+            f"given none: {without}pass {name} {_SETTINGS[name].format(level.param)}{or_cast}"
         )
-    if cast is None and (precision.float8_all_gather or name not in (None, "DataParallel")):
-        change = "layers to float8" if precision.float8 else f"the model to {precision.param}"
+    if cast is None and (level.float8_all_gather or name not in (None, "DataParallel")):
+        change = "layers to float8" if level.float8 else f"the model to {level.param}"
         raise ConfigError(
-            f"{level} casts {change}, and {name or 'the optimizer'} has its parameters already; "
-            f"the order is cast_model(model, {level!r}), {name or FSDP2}, the optimizer, initialize"
+            f"{level_name} casts {change}, and {name or 'the optimizer'} has its parameters "
+            "already; "
+            f"the order is cast_model(model, {level_name!r}), {name or FSDP2}, the optimizer, "
+            "initialize"
         )
-    check_cast_before(wrapping.inner, precision)
+    check_cast_before(wrapping.inner, level)
 
 
 def _check_optimizers(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    precision: PrecisionLevel,
+    level: PrecisionLevel,
 ) -> None:
     """Refuse optimizers over parameters that no model has, as those made before a wrapper.
 
@@ -274,14 +277,14 @@ def _check_optimizers(
                 "so make the optimizer after it, from model.parameters(), and call initialize "
                 "before the first forward pass"
             )
-        if precision.master_weights:
+        if level.master_weights:
             refuse_share(optimizer)
         given = tree_leaves([group.get("eps") for group in optimizer.param_groups])
         eps = min(filter(None, given), default=1)  # Adafactor has a tuple
-        steps_half = precision.param is torch.float16 and not precision.master_weights
+        steps_half = level.param is torch.float16 and not level.master_weights
         if steps_half and torch.tensor(float(eps), dtype=torch.float16) == 0:
             raise ConfigError(
-                f"{kind} has eps={eps:g}, which float16 rounds to zero, and {precision.level} "
+                f"{kind} has eps={eps:g}, which float16 rounds to zero, and {level.name} "
                 "keeps the optimizer's state in float16: 0 / 0 would make parameters NaN. Pass "
                 "eps=1e-3, or take O2"
             )

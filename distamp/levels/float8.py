@@ -76,7 +76,7 @@ def computes_in_float8(module: nn.Module) -> bool:
     return any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
 
 
-def convert(model: nn.Module, precision: PrecisionLevel) -> None:
+def convert(model: nn.Module, level: PrecisionLevel) -> None:
     """Let every linear layer of a model that can compute in float8, in place.
 
     Raises:
@@ -86,24 +86,24 @@ def convert(model: nn.Module, precision: PrecisionLevel) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise ConfigError(
-            f"{precision.level} computes by torchao, which cannot be imported ({error}); install "
+            f"{level.name} computes by torchao, which cannot be imported ({error}); install "
             "distamp[fp8], or take bf16"
         ) from error
     layers = float8_layers(model)
     if "" in layers or "" not in layers.values():
         reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in layers.items())
         raise ConfigError(
-            f"{precision.level} finds no layer inside the model that can compute in float8 "
+            f"{level.name} finds no layer inside the model that can compute in float8 "
             f"({reasons or 'it has no torch.nn.Linear'}); take bf16"
         )
     device = next(model.parameters()).device
     if device.type == "meta":
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    emulate = not _has_kernels(device, precision)
+    emulate = not _has_kernels(device, level)
     config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(str(precision.float8)),
+        Float8LinearConfig.from_recipe_name(str(level.float8)),
         emulate=emulate,
-        enable_fsdp_float8_all_gather=precision.float8_all_gather,
+        enable_fsdp_float8_all_gather=level.float8_all_gather,
     )
     wanted = {name for name, why in layers.items() if not why}
     convert_to_float8_training(
@@ -112,26 +112,24 @@ def convert(model: nn.Module, precision: PrecisionLevel) -> None:
     for module in filter(computes_in_float8, model.modules()):
         module.register_forward_pre_hook(_in_region)
     how = f", emulated: this {device.type} has no kernels; right, and slow" if emulate else ""
-    level = logging.WARNING if emulate else logging.INFO
-    _log.log(level, "%d of %d linear layers compute in float8%s", len(wanted), len(layers), how)
+    severity = logging.WARNING if emulate else logging.INFO
+    _log.log(severity, "%d of %d linear layers compute in float8%s", len(wanted), len(layers), how)
 
 
-def _has_kernels(device: torch.device, precision: PrecisionLevel) -> bool:
+def _has_kernels(device: torch.device, level: PrecisionLevel) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return device.type == "cuda"
-    return torch.cuda.get_device_capability(device) >= _CAPABILITY[str(precision.float8)]
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY[str(level.float8)]
 
 
-def check_kernels(
-    models: Iterable[nn.Module], device: torch.device, precision: PrecisionLevel
-) -> None:
+def check_kernels(models: Iterable[nn.Module], device: torch.device, level: PrecisionLevel) -> None:
     """Refuse layers that were converted for another device than the one they compute on.
 
     Raises:
         ConfigError: They emulate float8 where there are kernels, or need kernels that are not.
     """
     layers: list[Any] = [m for model in models for m in model.modules() if computes_in_float8(m)]
-    wrong = [layer for layer in layers if layer.config.emulate is _has_kernels(device, precision)]
+    wrong = [layer for layer in layers if layer.config.emulate is _has_kernels(device, level)]
     if wrong:
         how = "emulated" if wrong[0].config.emulate else "by kernels"
         raise ConfigError(

@@ -52,7 +52,7 @@ def initialize(
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
     loss_scale: float | str | None = None,
-    precision: Mapping[str, str] | None = None,
+    module_precision: Mapping[str, str] | None = None,
     init_scale: float | None = None,
     schedule: LossScale | None = None,
     max_consecutive_skips: int | None = None,
@@ -82,8 +82,9 @@ def initialize(
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
         master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
         loss_scale: As in Apex: a number or ``"dynamic"``.
-        precision: Modules in a precision of their own, as in `cast_model`: shell patterns over
-            module names, without those of wrappers. Give both the same, and all ranks the same.
+        module_precision: Modules in a precision of their own, as in `cast_model`: shell patterns
+            over module names, without those of wrappers. Give both the same, and all ranks the
+            same.
         init_scale: The first loss scale, where it is dynamic.
         schedule: How a dynamic loss scale moves.
         max_consecutive_skips: See `DistGradScaler`.
@@ -113,15 +114,15 @@ def initialize(
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         loss_scale=loss_scale,
-        precision=precision,
+        module_precision=module_precision,
     )
     models = _several("model", model, nn.Module)
     stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
     if ops is not None and not level.autocasts:
         raise ConfigError(
-            f"ops= lists what autocast casts, and {level.level} casts nothing op by op; take O1 or "
-            "bf16, or name modules by precision="
+            f"ops= lists what autocast casts, and {level.name} casts nothing op by op; take O1 or "
+            "bf16, or name modules by module_precision="
         )
     pins, unmatched = match_patterns(models, level)
     device, refused = "", None
@@ -144,7 +145,7 @@ def initialize(
         DistGradScaler(
             device,
             first,
-            schedule=moving,
+            loss_scale=moving,
             fp16_grads="master" if level.master_weights else fp16_grads,
             **settings,
         )
@@ -191,21 +192,21 @@ def _change(
     models: Sequence[nn.Module],
     wrappings: Sequence[Wrapping],
     optimizers: Sequence[torch.optim.Optimizer],
-    precision: PrecisionLevel,
+    level: PrecisionLevel,
     pins: Pins,
 ) -> None:
     """Pin modules, cast models that no wrapper has laid out, make masters of what is then half."""
     for model, wrapping in zip(models, wrappings, strict=True):
         if wrapping.policies:
-            pin_all(wrapping.inner, pins, precision.param)
-            if not precision.autocasts:
-                return_model_dtype(wrapping.inner, pins, precision.param)
+            pin_all(wrapping.inner, pins, level.param)
+            if not level.autocasts:
+                return_model_dtype(wrapping.inner, pins, level.param)
         else:
-            prepare(wrapping.inner, precision, pins)
-        if precision.autocasts and type(model) is nn.DataParallel:
+            prepare(wrapping.inner, level, pins)
+        if level.autocasts and type(model) is nn.DataParallel:
             # torch's replicas know whether autocast is on, and not in which dtype.
             model.__class__ = DataParallel
-    if not precision.master_weights:
+    if not level.master_weights:
         return
     # Where FSDP casts by its own mixed precision, no optimizer ever holds half precision. Elsewhere
     # add_param_group may bring the first half-precision parameters later.
@@ -213,22 +214,22 @@ def _change(
     for optimizer in optimizers:
         half = any(p.dtype.itemsize == 2 for p in parameters_of(optimizer))
         if (half or cast) and masters_of(optimizer) is None:
-            split = precision.master_weights == "split"
+            split = level.master_weights == "split"
             MasterParameters(optimizer, split=split, allow_empty=True)
 
 
 def _schedule(
-    precision: PrecisionLevel, schedule: LossScale | None, init_scale: float | None
+    level: PrecisionLevel, schedule: LossScale | None, init_scale: float | None
 ) -> tuple[LossScale, float]:
-    if precision.loss_scale == "dynamic":
+    if level.loss_scale == "dynamic":
         return schedule or DynamicLossScale(), 2.0**16 if init_scale is None else init_scale
     if schedule is not None or init_scale is not None:
         name = "schedule" if schedule is not None else "init_scale"
         raise ConfigError(
-            f"{name} was given, and the loss scale of {precision.level} is the constant "
-            f"{precision.loss_scale:g}; pass loss_scale='dynamic' too, or leave {name} out"
+            f"{name} was given, and the loss scale of {level.name} is the constant "
+            f"{level.loss_scale:g}; pass loss_scale='dynamic' too, or leave {name} out"
         )
-    return StaticLossScale(), precision.loss_scale
+    return StaticLossScale(), level.loss_scale
 
 
 def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:

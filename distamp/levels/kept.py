@@ -39,7 +39,7 @@ Pins = Mapping[nn.Module, str]
 
 
 def match_patterns(
-    models: Sequence[nn.Module], precision: PrecisionLevel
+    models: Sequence[nn.Module], level: PrecisionLevel
 ) -> tuple[Pins, dict[str, list[str]]]:
     """Return the modules of this rank that the patterns of a level name.
 
@@ -49,12 +49,12 @@ def match_patterns(
         The modules, each with its precision; and the patterns that match none, each with the
         nearest names. Another rank may have the part of the model that such a pattern names.
     """
-    if not precision.pins:
+    if not level.pins:
         return {}, {}
     # Of a wrapper and the module in it, which share a name, the module comes last.
     named = {name: m for model in models for m, name in module_names(model).items() if name}
-    found = {pattern: fnmatch.filter(named, pattern) for pattern, _ in precision.pins}
-    pins = {named[name]: pin for pattern, pin in precision.pins for name in found[pattern]}
+    found = {pattern: fnmatch.filter(named, pattern) for pattern, _ in level.pins}
+    pins = {named[name]: pin for pattern, pin in level.pins for name in found[pattern]}
     nearest = {p: get_close_matches(p, named, 3, 0.0) for p, names in found.items() if not names}
     return pins, nearest
 
@@ -131,7 +131,7 @@ def _outermost_fp32(module: nn.Module, inside: bool = False) -> Iterator[nn.Modu
         yield from _outermost_fp32(child, fp32)
 
 
-def kept_fp32(model: nn.Module, precision: PrecisionLevel) -> set[int]:
+def kept_fp32(model: nn.Module, level: PrecisionLevel) -> set[int]:
     """Pin what else stays float32, and return the ids of all parameters and buffers that do.
 
     Raises:
@@ -139,17 +139,17 @@ def kept_fp32(model: nn.Module, precision: PrecisionLevel) -> set[int]:
     """
     if getattr(pin_of(model), "dtype", None) is torch.float32:
         raise ConfigError(
-            f"the model itself is pinned to fp32, and {precision.level} casts it to "
-            f"{precision.param}; take O0, or set_module_precision(model, None)"
+            f"the model itself is pinned to fp32, and {level.name} casts it to "
+            f"{level.param}; take O0, or set_module_precision(model, None)"
         )
     theirs = declared(model)
     before = {
         m: _NAMES[p.dtype] + ":keep_output" * p.keep for m in model.modules() if (p := pin_of(m))
     }
     owners = {each: "fp32" for each in theirs if isinstance(each, nn.Module)}
-    pin_all(model, {**owners, **before}, precision.param)
-    return_model_dtype(model, before, precision.param)
-    norms = _BatchNorm if precision.keep_batchnorm_fp32 else ()
+    pin_all(model, {**owners, **before}, level.param)
+    return_model_dtype(model, before, level.param)
+    norms = _BatchNorm if level.keep_batchnorm_fp32 else ()
     full = {m for m, fp32 in _with_pins(model) if fp32 or isinstance(m, norms)}
     kept = {id(each) for each in (*own_tensors(*full), *_tables(model), *theirs)}
     for module in model.modules():
@@ -157,7 +157,7 @@ def kept_fp32(model: nn.Module, precision: PrecisionLevel) -> set[int]:
         if module not in full and any(
             id(each) in kept for each in module.parameters(recurse=False)
         ):
-            pin_all(model, {module: "fp32"}, precision.param)
+            pin_all(model, {module: "fp32"}, level.param)
     return kept
 
 

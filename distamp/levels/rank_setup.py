@@ -74,7 +74,7 @@ def compare_setups(
     if any(setup.pins != mine.pins for setup in setups.values()):
         given = ". ".join(f"Rank {rank}: {pins or 'none'}" for rank, pins in patterns.items())
         raise RankMismatchError(
-            f"the ranks were given different patterns in precision=. {given}. Pass the same "
+            f"the ranks were given different patterns in module_precision=. {given}. Pass the same "
             "patterns on every rank, also on a pipeline stage that has none of their modules: a "
             "pattern must match a module on one rank only."
         )
@@ -122,5 +122,7 @@ def unmatched_on_some(setups: Mapping[int, RankSetup]) -> tuple[str, ...]:
     for pattern, _ in next(iter(setups.values())).pins:
         ranks = [rank for rank, setup in setups.items() if pattern in setup.unmatched]
         if ranks:
-            lines.append(f"the pattern {pattern!r} of precision= matches nothing on ranks {ranks}")
+            lines.append(
+                f"the pattern {pattern!r} of module_precision= matches nothing on ranks {ranks}"
+            )
     return tuple(lines)

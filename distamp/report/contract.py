@@ -231,7 +231,7 @@ class PrecisionContract:
         object.__setattr__(self, "modules", exceptions)
 
     @classmethod
-    def of(cls, level: str | PrecisionLevel, *models: nn.Module) -> Self:
+    def from_level(cls, level: str | PrecisionLevel, *models: nn.Module) -> Self:
         """Return the contract of a level, such as ``"bf16"``, for these models.
 
         Without models it knows neither batch norms that stay float32 nor pins; see

@@ -3,7 +3,7 @@
 from distamp.guard.optimizer_state import StepCounts
 from distamp.masters import MasterParameters, master_params, masters_of
 from distamp.scaler.grad_scaler import DistGradScaler
-from distamp.scaler.schedule import (
+from distamp.scaler.loss_scale import (
     DynamicLossScale,
     HysteresisLossScale,
     LossScale,

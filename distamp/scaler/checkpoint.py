@@ -13,7 +13,7 @@ from torch import Tensor
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import CallOrderError, ConfigError
 from distamp.guard.step_guard import GUARDS
-from distamp.scaler.schedule import LOSS_SCALES, DynamicLossScale, LossScale
+from distamp.scaler.loss_scale import LOSS_SCALES, DynamicLossScale, LossScale
 
 __all__ = ["Saved", "from_torch", "read_state", "written_schedule"]
 

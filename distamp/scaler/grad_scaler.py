@@ -28,8 +28,8 @@ from distamp.guard.steps import Steps, outside_the_graph
 from distamp.optimizers import innermost
 from distamp.scaler import settings
 from distamp.scaler.checkpoint import Saved, from_torch, read_state, written_schedule
+from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale, ScaleState
 from distamp.scaler.outputs import map_tensors
-from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale, ScaleState
 from distamp.scaler.settings import Settings
 from distamp.sources import source_of
 
@@ -93,7 +93,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
         schedule: The rule that changes the scale, instead of the five settings above. See
-            `distamp.scaler.schedule`.
+            `distamp.scaler.loss_scale`.
         fp16_grads: What to do with float16 gradients. ``"error"`` raises exactly where torch
             raises. ``"inplace"`` unscales them in place, as ShardedGradScaler does; values below
             6e-8 times the scale become zero. ``"master"`` unscales them in float32, into the

@@ -12,7 +12,7 @@ from torch import Tensor
 from distamp.errors import ConfigError
 from distamp.guard.kernels import refuse_mps
 from distamp.guard.steps import checked_limit
-from distamp.scaler.schedule import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
+from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
 from distamp.sources import GradientSource
 
 __all__ = ["Settings", "one_number", "resolve_device", "schedule_of"]

@@ -187,7 +187,7 @@ def norm_of_a_step(way: str, layout: str, level: str, pin: str) -> float:
     model = wrapped(model, layout, None, "")
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     settings: dict[str, Any] = {"init_scale": 2.0**15} if level == "O1" else {}
-    amp = initialize(model, optimizer, level, precision={"1": pin}, **settings)
+    amp = initialize(model, optimizer, level, module_precision={"1": pin}, **settings)
     call = torch.compile(amp.model, backend="aot_eager") if way == "model" else amp.model
     with amp.autocast():
         out = call(X)

@@ -120,7 +120,7 @@ def net(level: PrecisionLevel, extra: str) -> Net:
     reentrant = {"checkpoint": False, "reentrant checkpoint": True}.get(extra)
     model = Net(reentrant)
     if extra == "LoRA":
-        model.requires_grad_(False).to(torch.bfloat16 if level.level == "O0" else level.compute)
+        model.requires_grad_(False).to(torch.bfloat16 if level.name == "O0" else level.compute)
         model.output = Adapted(model.output)  # type: ignore[assignment]
         model.scale = nn.Parameter(torch.ones(16))
     return model
@@ -236,7 +236,7 @@ def _cell(level_name: str, layout: str, extra: str) -> tuple[str, Any]:
     own_policy = layout in SHARDED and level.casts_model and level.master_weights is True
     try:
         if not own_policy:
-            distamp.cast_model(model, level, precision=pins)
+            distamp.cast_model(model, level, module_precision=pins)
         if extra == "compile":
             torch._dynamo.reset()  # of the ninth kind of one module it would compile nothing
             model.hidden.compile(backend="aot_eager")

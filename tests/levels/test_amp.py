@@ -213,13 +213,13 @@ def test_what_cannot_be_called_now_says_what_to_do():
 
 def test_settings_of_the_region_and_the_scaler_are_handed_on():
     x = torch.ones(2, 2)
-    amp = made("O1", ops=distamp.OpLists(fp32={"mm"}), cache_enabled=False)
+    amp = made("O1", op_lists=distamp.OpLists(fp32={"mm"}), cache_enabled=False)
     with amp.autocast():
         assert (torch.mm(x, x).dtype, torch.is_autocast_cache_enabled()) == (torch.float32, False)
     amp = made(distamp.PrecisionLevel.from_name("O2").replace(output=torch.float16))
     assert amp.model(BATCH[0]).dtype is torch.float16
     schedule = distamp.scaler.DynamicLossScale(backoff_factor=0.25)
-    amp = initialize(model := net(), adam(model), schedule=schedule, max_consecutive_skips=2)
+    amp = initialize(model := net(), adam(model), loss_scale=schedule, max_consecutive_skips=2)
     backward(amp, BATCH, torch.inf)
     assert not amp.step()
     backward(amp, BATCH, torch.inf)

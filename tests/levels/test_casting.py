@@ -137,7 +137,7 @@ def in_fp32(model: nn.Module) -> set[str]:
 def test_the_last_pattern_that_matches_counts_and_one_pinned_before_is_kept():
     model = net(batchnorm=False)
     set_module_precision(model.embedding, "fp32")
-    cast_model(model, "O2", precision={"*": "fp32", "hidden": "fp16", "output": "fp16"})
+    cast_model(model, "O2", module_precision={"*": "fp32", "hidden": "fp16", "output": "fp16"})
     assert in_fp32(model) == {"embedding.weight", "norm.weight", "norm.bias"}
     assert loss_of(model(BATCH[0]), BATCH[1]).isfinite()
 
@@ -145,7 +145,7 @@ def test_the_last_pattern_that_matches_counts_and_one_pinned_before_is_kept():
 def test_who_shares_a_weight_with_a_pinned_module_computes_in_its_dtype():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
     model[2].weight = model[0].weight
-    cast_model(model, "bf16-O2", precision={"2": "fp32"})
+    cast_model(model, "bf16-O2", module_precision={"2": "fp32"})
     assert model[0].weight is model[2].weight
     assert in_fp32(model) == {"0.weight"}
     model(torch.arange(3)).sum().backward()
@@ -153,8 +153,8 @@ def test_who_shares_a_weight_with_a_pinned_module_computes_in_its_dtype():
 
 
 def test_pins_are_part_of_what_a_model_was_cast_for():
-    model = cast_model(net(), "O2", precision={"hidden": "fp32"})
-    level = PrecisionLevel.from_name("O2", precision={"hidden": "fp32"})
+    model = cast_model(net(), "O2", module_precision={"hidden": "fp32"})
+    level = PrecisionLevel.from_name("O2", module_precision={"hidden": "fp32"})
     assert initialize(model, None, level).precision.pins == (("hidden", "fp32"),)
 
 
@@ -189,7 +189,7 @@ def test_a_pinned_norm_returns_the_models_dtype_from_a_float32_residual_stream(l
     model = t5()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings: dict[str, Any] = {"init_scale": 64.0} if level == "O2" else {}
-    amp = initialize(model, optimizer, level, precision={pattern: "fp32"}, **settings)
+    amp = initialize(model, optimizer, level, module_precision={pattern: "fp32"}, **settings)
     loss = amp.model(input_ids=ids, labels=ids).loss.float()
     torch.testing.assert_close(loss, wanted, rtol=0.02, atol=0)
     amp.backward(loss)
@@ -214,7 +214,7 @@ class Conditioned(nn.Module):
 def test_a_module_pinned_inside_of_another_leaves_float32_there(level, pins):
     """One rounding at the end of the outer module, and none between those in it."""
     torch.manual_seed(0)
-    model = cast_model(Conditioned(), level, precision=pins)
+    model = cast_model(Conditioned(), level, module_precision=pins)
     seen = {}
     for name in ("embed.0", "embed", "out"):
         model.get_submodule(name).register_forward_hook(
@@ -232,7 +232,7 @@ def test_a_module_of_float32_inputs_returns_the_models_dtype_under_a_policy():
     fully_shard(model.embed, mesh=mesh((2,), ("shard",)))
     fully_shard(model, mesh=mesh((2,), ("shard",)), mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = initialize(model, optimizer, "bf16-O2", precision={"embed": "fp32"})
+    amp = initialize(model, optimizer, "bf16-O2", module_precision={"embed": "fp32"})
     amp.backward(amp.model(torch.ones(2, 4)).float().square().mean())
     assert amp.step()
 
@@ -249,7 +249,7 @@ def test_what_a_model_of_transformers_declares_stays_fp32(level):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pinned_head_keeps_the_precision_of_what_the_model_returns(level, tied):
     model, ids = llama(tie_word_embeddings=tied), torch.arange(8)[None]
-    cast_model(model, level, precision={"lm_head": "fp32", "*norm": "fp32"})
+    cast_model(model, level, module_precision={"lm_head": "fp32", "*norm": "fp32"})
     logits = model(ids).logits
     assert not torch.equal(logits, logits.to(PrecisionLevel.from_name(level).param).float())
 
@@ -270,8 +270,10 @@ def test_a_pattern_needs_a_match_on_one_rank_alone():
     model = nn.Sequential() if dist.get_rank() else net()
     model.add_module("head", nn.Linear(2, 2))
     pins = {"hidden": "fp32", "head": "fp32"}
-    cast_model(model, "bf16", precision=pins)
-    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", precision=pins)
+    cast_model(model, "bf16", module_precision=pins)
+    amp = initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", module_precision=pins
+    )
     unseen = amp.check(lambda: amp.model.head(torch.ones(1, 2))).unseen
     assert "the pattern 'hidden' of precision= matches nothing on ranks [1]" in unseen
 
@@ -280,7 +282,9 @@ def test_a_pattern_needs_a_match_on_one_rank_alone():
 def test_one_rank_alone_may_cast_and_run_a_model():
     """Neither sends anything: the other rank goes on without it."""
     if dist.get_rank() == 0:
-        model = cast_model(net(), "bf16-O3", precision={"hidden": "fp32", "of another": "fp32"})
+        model = cast_model(
+            net(), "bf16-O3", module_precision={"hidden": "fp32", "of another": "fp32"}
+        )
         pins = {"hidden": "fp32", "of another": "fp32"}
-        amp = initialize(model, None, "bf16-O3", precision=pins)
+        amp = initialize(model, None, "bf16-O3", module_precision=pins)
         assert amp.model(torch.zeros(2, 4, dtype=torch.long)).isfinite().all()

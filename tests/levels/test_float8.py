@@ -62,7 +62,7 @@ def test_each_linear_layer_is_shown_with_why_it_does_not_compute_in_float8():
 
 
 def test_a_pattern_leaves_layers_out_and_what_a_model_of_transformers_returns_is():
-    model = cast_model(layers(), "fp8", precision={"first": "bf16"})
+    model = cast_model(layers(), "fp8", module_precision={"first": "bf16"})
     assert "bfloat16" in float8_layers(model)["first"]
     assert float8_layers(model)["last"] == "float8"
     owned = layers()

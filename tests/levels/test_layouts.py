@@ -54,7 +54,7 @@ def train(amp: Amp, layout: str) -> tuple[list[float], list[bool], list[Tensor]]
     for number, batch in enumerate(batches(STEPS)):
         amp.zero_grad()
         mine = not dist.is_initialized() or dist.get_rank() == 1
-        bad = mine and number == FAULT and amp.precision.scales
+        bad = mine and number == FAULT and amp.level.scales
         backward(amp, share(batch, layout), torch.inf if bad else 1.0)
         norm = amp.clip_grad_norm_(0.5).item()
         taken.append(bool(amp.step()))
@@ -209,8 +209,8 @@ def test_a_pinned_block_returns_the_models_dtype_beside_a_float32_timestep(layou
     pins = {"block": "fp32"}
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     wanted = Diffusion()(x).square().mean().item()
-    model = wrapped(cast_model(Diffusion(), level, precision=pins), layout, None, "")
-    amp = initialize(model, adam(model), level, precision=pins)
+    model = wrapped(cast_model(Diffusion(), level, module_precision=pins), layout, None, "")
+    amp = initialize(model, adam(model), level, module_precision=pins)
     with amp.autocast():
         loss = amp.model(x).float().square().mean()
     amp.backward(loss)

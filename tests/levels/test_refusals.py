@@ -125,15 +125,24 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: cast_model(set_module_precision(net(), "fp32"), "O2"),
         "take O0",
     ),
-    "a pattern of nothing": (lambda: tried(net(), "bf16", precision={"*.nrom": "fp32"}), "'norm'"),
+    "a pattern of nothing": (
+        lambda: tried(net(), "bf16", module_precision={"*.nrom": "fp32"}),
+        "'norm'",
+    ),
     "a pattern of nothing in a cast": (
-        lambda: cast_model(net(), "O2", precision={"*.nrom": "fp32"}),
+        lambda: cast_model(net(), "O2", module_precision={"*.nrom": "fp32"}),
         "pattern '*.nrom', which no module's name matches",
     ),
-    "a pin to fp64": (lambda: tried(net(), "O2", precision={"norm": "fp64"}), "'norm': 'fp64'"),
-    "pins without precisions": (lambda: tried(net(), "bf16", precision=["norm"]), "map patterns"),
+    "a pin to fp64": (
+        lambda: tried(net(), "O2", module_precision={"norm": "fp64"}),
+        "'norm': 'fp64'",
+    ),
+    "pins without precisions": (
+        lambda: tried(net(), "bf16", module_precision=["norm"]),
+        "map patterns",
+    ),
     "cast with other pins": (
-        lambda: tried(cast_model(net(), "O2", precision={"hidden": "fp32"}), "O2"),
+        lambda: tried(cast_model(net(), "O2", module_precision={"hidden": "fp32"}), "O2"),
         "give both the same",
     ),
     "cast for fp8": (lambda: tried(cast_model(net(), "fp8"), "bf16"), "cast for fp8"),
@@ -142,7 +151,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         "fp8-rowwise",
     ),
     "lists of what fp8 computes": (
-        lambda: tried(net(), "fp8", ops=OpLists(fp32={"linear"})),
+        lambda: tried(net(), "fp8", op_lists=OpLists(fp32={"linear"})),
         "leave linear out",
     ),
     "fp8 without a layer": (lambda: tried(nn.Sequential(nn.Linear(8, 8)), "fp8"), "take bf16"),
@@ -289,29 +298,33 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         "wrap each batch norm by itself first",
     ),
     "pins in FSDP1": (
-        lambda: tried(flat(plain(), HALF), "O2", precision=PINS),
+        lambda: tried(flat(plain(), HALF), "O2", module_precision=PINS),
         "'norm" + GATHERS.format("FullyShardedDataParallel"),
     ),
     "pins in FSDP2": (
         lambda: tried(
-            wrapped(nn.Sequential(plain()), "FSDP2", HALF, ""), "O2", precision={"0": "fp32"}
+            wrapped(nn.Sequential(plain()), "FSDP2", HALF, ""), "O2", module_precision={"0": "fp32"}
         ),
         "'0" + GATHERS.format("fully_shard"),
     ),
     "other pins than it was cast with": (
         lambda: tried(
-            DistributedDataParallel(cast_model(plain(), "O2", precision=PINS)),
+            DistributedDataParallel(cast_model(plain(), "O2", module_precision=PINS)),
             "O2",
-            precision={"norm": "fp32"},
+            module_precision={"norm": "fp32"},
         ),
         "give both the same",
     ),
     "ranks that pin differently": (
-        lambda: tried(net(), "bf16", precision={"hidden" if dist.get_rank() else "norm": "fp32"}),
+        lambda: tried(
+            net(), "bf16", module_precision={"hidden" if dist.get_rank() else "norm": "fp32"}
+        ),
         "the ranks were given different patterns in precision=. Rank 0: {'norm': 'fp32'}. Rank 1",
     ),
     "pins on one rank": (
-        lambda: tried(net(), "bf16", precision={"norm": "fp32"} if dist.get_rank() else None),
+        lambda: tried(
+            net(), "bf16", module_precision={"norm": "fp32"} if dist.get_rank() else None
+        ),
         "Rank 0: none. Rank 1: {'norm': 'fp32'}. Pass the same patterns on every rank",
     ),
     "what one rank refuses": (
@@ -319,7 +332,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         "bf16 trains float32 parameters",
     ),
     "a pattern of nothing on all ranks": (
-        lambda: tried(net(), "bf16", precision={"*.nrom": "fp32"}),
+        lambda: tried(net(), "bf16", module_precision={"*.nrom": "fp32"}),
         "pattern '*.nrom', which no module's name matches on any rank",
     ),
     "output_dtype of every unit": (

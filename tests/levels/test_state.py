@@ -40,7 +40,7 @@ def test_a_resumed_run_goes_on_to_the_bit(level):
 
 def test_credit_for_overflows_goes_on_from_a_state():
     schedule = HysteresisLossScale(hysteresis=3, min_scale=2.0)
-    amp, resumed = made("O1", schedule=schedule), made("O1", schedule=schedule)
+    amp, resumed = made("O1", loss_scale=schedule), made("O1", loss_scale=schedule)
     backward(amp, BATCHES[0], torch.inf)
     assert not amp.step()
     resumed.load_state_dict(amp.state_dict())

@@ -118,7 +118,7 @@ def test_a_contract_looks_at_the_messages_of_a_collective(op):
 def test_a_compiled_model_with_a_pinned_module_keeps_its_contract(level):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = distamp.initialize(model, optimizer, level, precision={"1": "fp32"})
+    amp = distamp.initialize(model, optimizer, level, module_precision={"1": "fp32"})
     call = torch.compile(amp.model, backend="aot_eager")
 
     def step() -> None:

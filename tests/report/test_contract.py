@@ -87,7 +87,7 @@ def test_pins_by_the_caller_and_the_models_owner_are_part_of_a_levels_contract(l
     model._keep_in_fp32_modules = ["down"]  # as transformers has it
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
     pins = {"head": "fp32", "*.norm": "fp32"}
-    amp = distamp.initialize(model, optimizer, level, precision=pins)
+    amp = distamp.initialize(model, optimizer, level, module_precision=pins)
 
     def step() -> None:
         with amp.autocast():
@@ -121,7 +121,7 @@ class Backbone(nn.Module):
 @pytest.mark.parametrize("layout", ["plain", "DDP", "DDP of a checkpoint", "FSDP2"])
 def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribute):
     """Batch norms of O2 stay float32, and their names become patterns of the contract."""
-    model: Any = distamp.cast_model(Backbone(attribute), "O2", precision={"head": "fp32"})
+    model: Any = distamp.cast_model(Backbone(attribute), "O2", module_precision={"head": "fp32"})
     if layout == "FSDP2":
         for unit in (model.head, getattr(model, attribute)["module"], model):
             fully_shard(unit)
@@ -129,13 +129,15 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
         model = checkpoint_wrapper(model) if "checkpoint" in layout else model
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = distamp.initialize(model, optimizer, "O2", precision={"head": "fp32"}, init_scale=2.0)
+    amp = distamp.initialize(
+        model, optimizer, "O2", module_precision={"head": "fp32"}, init_scale=2.0
+    )
 
     def step() -> None:
         amp.backward(amp.model(torch.ones(4, 8)).float().mean())
         amp.step()
 
-    names = {*PrecisionContract.of(amp.precision, model).modules}
+    names = {*PrecisionContract.from_level(amp.level, model).modules}
     assert names == {f"{attribute}.module", "head", "(outside)"}
     found = amp.check(step)
     assert found.seen["parameters"] == {"fp32": 4, "fp16": 2}
@@ -147,13 +149,13 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
 )
 def test_the_names_of_a_levels_contract_are_without_those_of_wrappers(wrap):
     model = wrap(distamp.cast_model(Backbone("module"), "O2"))
-    assert {*PrecisionContract.of("O2", model).modules} == {"module.module", "(outside)"}
+    assert {*PrecisionContract.from_level("O2", model).modules} == {"module.module", "(outside)"}
 
 
 def test_a_module_name_with_brackets_is_no_shell_pattern():
     model = nn.ModuleDict({"a[0]": nn.Linear(2, 2), "a0": nn.Linear(2, 2)})
     distamp.set_module_precision(model["a[0]"], "fp32")
-    contract = PrecisionContract.of("bf16", model)
+    contract = PrecisionContract.from_level("bf16", model)
     assert contract.declared("compute", "a[0]") == ("fp32",)
     assert contract.declared("compute", "a0") == ("bf16",)
 

@@ -53,7 +53,7 @@ def train(scaler: Any, gradients: Sequence[float]) -> list[list[float]]:
 def _scaler(name: str, init_scale: float = 1024.0) -> Any:
     if name == "torch":
         return torch_scaler(init_scale, growth_interval=5)
-    return cpu_scaler(init_scale, schedule=LOSS_SCALES[name])
+    return cpu_scaler(init_scale, loss_scale=LOSS_SCALES[name])
 
 
 def _five(state: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_states_copies_and_pickles_go_on_as_if_nothing_had_happened(name):
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_a_state_of_an_earlier_version_loads_and_goes_on(file):
     written = json.loads(file.read_text())
-    scaler = cpu_scaler(2.0, schedule=LOSS_SCALES.get(file.stem.split("-")[-1]))
+    scaler = cpu_scaler(2.0, loss_scale=LOSS_SCALES.get(file.stem.split("-")[-1]))
     scaler.load_state_dict(written["state"])
     assert (scaler.get_scale(), train(scaler, AFTER)) == (
         written["state"]["scale"],
