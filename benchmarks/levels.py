@@ -4,7 +4,7 @@
 
 Two models on real data, from the same seed and over the same batches at every level: the launcher's
 GPT on the Python standard library's source, and a small convolutional network with batch norms on
-scikit-learn's digits (which must be installed). Hooks run at O0 on two ranks, beside O0 on two
+scikit-learn's digits (which must be installed). Hooks run at fp32 on two ranks, beside fp32 on two
 ranks. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
 
 Prints the tables of docs/results/levels.md, and draws docs/images/levels.png. A run that
@@ -38,12 +38,12 @@ from launch.model import GPT
 from tests.ranks import RankPool
 
 # fp32 from weights that were rounded to fp16 once: what chance alone makes of so small a change.
-CONTROL = "O0, rounded"
-# O0 on two ranks under DistributedDataParallel, and with gradients reduced in a wire format.
-TWO_RANKS = "O0, 2 ranks"
+CONTROL = "fp32, rounded"
+# fp32 on two ranks under DistributedDataParallel, and with gradients reduced in a wire format.
+TWO_RANKS = "fp32, 2 ranks"
 HOOKS = {TWO_RANKS: None, "hook fp16": "fp16", "hook int8": "int8"}
 SPLIT = "bf16-O2 split"
-ALONE = ("O0", CONTROL, "O1", "O2", "O3", "bf16", "bf16-O2", SPLIT, "fp8")
+ALONE = ("fp32", CONTROL, "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", SPLIT, "fp8")
 LEVELS = (*ALONE, *HOOKS)
 # Its one linear layer has 10 outputs, and float8 takes multiples of 16.
 LEFT_OUT = {("conv net", "fp8")}
@@ -86,8 +86,8 @@ def gpt(batch: int = 8) -> Task:
         return made
 
     def adamw(parameters: Iterable[Tensor], level: str) -> torch.optim.Optimizer:
-        # At O3, where AdamW's state is float16, the usual eps would be zero.
-        eps = 1e-4 if level == "O3" else 1e-8
+        # At fp16-O3, where AdamW's state is float16, the usual eps would be zero.
+        eps = 1e-4 if level == "fp16-O3" else 1e-8
         return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), eps=eps)
 
     places = range(0, len(data.held_out), len(data.held_out) // 64)[:64]
@@ -141,7 +141,7 @@ def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
     made = task.model()
     if level == CONTROL:
         made.half().float()
-    precision = level.split()[0].rstrip(",") if level in ALONE else "O0"
+    precision = level.split()[0].rstrip(",") if level in ALONE else "fp32"
     how: dict[str, Any] = {"master_weights": "split"} if level == SPLIT else {}
     model = cast_model(made, precision, **how)
     rank, ranks = 0, 1
@@ -149,7 +149,7 @@ def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
         model = DistributedDataParallel(model)
         rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = task.optimizer(list(model.parameters()), precision)
-    scaling = SCALING if precision in ("O1", "O2") else {}
+    scaling = SCALING if precision in ("fp16", "fp16-O2") else {}
     amp = initialize(model, optimizer, precision, comm_hook=HOOKS.get(level), **scaling, **how)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda taken: min(1.0, (taken + 1) / 20, (steps - taken) / (steps / 2))
@@ -206,13 +206,13 @@ def memory_of(amp: Amp, inputs: Tensor, targets: Tensor) -> dict[str, int]:
 
 
 def _of(runs: list[dict[str, Any]], task: str, level: str) -> tuple[list[dict[str, Any]], Any]:
-    """Return the runs of a level by seed, and how many per cent their losses lie beside O0's."""
+    """Return the runs of a level by seed, and how many per cent their losses lie beside fp32's."""
 
     def of(wanted: str) -> list[dict[str, Any]]:
         found = [run for run in runs if (run["task"], run["level"]) == (task, wanted)]
         return sorted(found, key=lambda run: run["seed"])  # type: ignore[no-any-return]
 
-    mine, base = of(level), of(TWO_RANKS if level in HOOKS else "O0")
+    mine, base = of(level), of(TWO_RANKS if level in HOOKS else "fp32")
     return mine, [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(mine, base, strict=False)]
 
 
@@ -232,14 +232,14 @@ def show(runs: list[dict[str, Any]]) -> None:
         if level in ALONE:
             held = [f"{value / 1024:,.0f}" for value in mine[0]["memory"].values()]
             memory.append([task, level, *held])
-    beside_what = "beside O0 of the same ranks, seed by seed"
+    beside_what = "beside fp32 of the same ranks, seed by seed"
     table(["Model", "Level", "Validation loss", beside_what, "Steps skipped"], losses)
     kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
     table(["Model", "Level", *kinds], memory, "KiB at one step, each tensor counted once.")
 
 
 def plot(runs: list[dict[str, Any]]) -> None:
-    """Draw the loss of every run beside that of O0 from the same seed."""
+    """Draw the loss of every run beside that of fp32 from the same seed."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(10, 3.5), layout="constrained")
@@ -251,7 +251,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
         axis.set_title(task)
         axis.set_xticks(range(len(LEVELS)), [re.sub(" |(?<=-)", "\n", level) for level in LEVELS])
         axis.tick_params(axis="x", labelsize=7)
-    axes[0].set_ylabel("validation loss beside O0, %\n(each dot a seed, grey: 1 %)")
+    axes[0].set_ylabel("validation loss beside fp32, %\n(each dot a seed, grey: 1 %)")
     figure.savefig(IMAGE, dpi=110, metadata={"Software": ""})
 
 

@@ -22,7 +22,7 @@ __all__ = ["Diagnosis", "advice", "diagnose", "milliseconds"]
 
 # What distamp works with where it is installed; none is imported to find out.
 _PACKAGES = ("triton", "fairscale", "torchao", "lightning", "accelerate", "transformers", "trl")
-_LEVELS = {"float32": "O0", "bfloat16": "bf16", "float16": "O1"}
+_LEVELS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)

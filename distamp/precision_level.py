@@ -119,7 +119,7 @@ class PrecisionLevel:
             if contradicts and not self.casts_model:
                 raise ConfigError(
                     f"{name}={value} contradicts {self.name}, whose parameters are float32 "
-                    "already; leave it out, or take O2 or O3, whose model is cast"
+                    "already; leave it out, or take fp16-O2 or fp16-O3, whose model is cast"
                 )
         beside = (self.param, self.compute) == (torch.float32, torch.bfloat16)
         if self.float8 is not None and not (self.float8 in ("tensorwise", "rowwise") and beside):
@@ -156,8 +156,8 @@ class PrecisionLevel:
         """Return a row of `LEVELS`, with some of it overridden as in Apex.
 
         Args:
-            level: ``"O0"``, ``"O1"``, ``"O2"``, ``"O3"``, ``"bf16"``, ``"bf16-O2"``, ``"bf16-O3"``,
-                ``"fp8"``, ``"fp8-rowwise"``, or your own value.
+            level: ``"fp32"``, ``"fp16"``, ``"fp16-O2"``, ``"fp16-O3"``, ``"bf16"``, ``"bf16-O2"``,
+                ``"bf16-O3"``, ``"fp8"``, ``"fp8-rowwise"``, or your own value.
             keep_batchnorm_fp32: Overrides the row's; also ``"True"`` and ``"False"``, as a
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
@@ -172,7 +172,7 @@ class PrecisionLevel:
         if row is None:
             hint = "; the O is a letter" if str(level).startswith("0") else ""
             if level in _SHORT.values():
-                hint = "; fp32 is O0, and fp16 is O1"
+                hint = "; fp32 is fp32, and fp16 is fp16"
             raise ConfigError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
         words = {"True": True, "False": False}
         given = {
@@ -186,8 +186,8 @@ class PrecisionLevel:
     def contract(self, *models: Any) -> dict[str, Any]:
         """Return what this level promises of each part of a step: `PrecisionContract`'s arguments.
 
-        ``PrecisionContract(**level.contract(model))`` is the contract; ``amp.check(step)``
-        checks it.
+        ``PrecisionContract(**level.contract(model))`` is the contract; ``amp.check(step)`` checks
+        it.
 
         Args:
             models: Whose parameters at a level that casts may be FSDP's float32 shards, which are
@@ -274,10 +274,10 @@ LEVELS: Mapping[str, PrecisionLevel] = MappingProxyType(
         row.name: row
         for row in (
             #         level      param  compute reduce output  batch norm, masters, loss scale
-            PrecisionLevel("O0", _F32, _F32, _F32, _F32, None, False, 1.0),
-            PrecisionLevel("O1", _F32, _F16, _F32, None, None, None, _DYNAMIC),
-            PrecisionLevel("O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
-            PrecisionLevel("O3", _F16, _F16, _F16, _F32, False, False, 1.0),
+            PrecisionLevel("fp32", _F32, _F32, _F32, _F32, None, False, 1.0),
+            PrecisionLevel("fp16", _F32, _F16, _F32, None, None, None, _DYNAMIC),
+            PrecisionLevel("fp16-O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
+            PrecisionLevel("fp16-O3", _F16, _F16, _F16, _F32, False, False, 1.0),
             PrecisionLevel("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
             PrecisionLevel("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
             PrecisionLevel("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),

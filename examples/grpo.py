@@ -29,9 +29,9 @@ from distamp.report import mismatch
 
 # A level of distamp, and what the sampler is cast to.
 PRECISIONS = {
-    "fp32": ("O0", torch.float32),
+    "fp32": ("fp32", torch.float32),
     "bf16": ("bf16", torch.bfloat16),
-    "fp16": ("O1", torch.float16),
+    "fp16": ("fp16", torch.float16),
 }
 DIGITS, EQUALS = 6, 10
 PROMPTS, GROUP, CLIP = 8, 8, 0.2  # of each rank

@@ -1,9 +1,9 @@
-"""Go on from a checkpoint that was written under Apex, here at O2.
+"""Go on from a checkpoint that was written under Apex, here at fp16-O2.
 
     python examples/load_apex_checkpoint.py [CHECKPOINT]
 
 Apex's documentation saves ``{"model", "optimizer", "amp"}``. Its loss scales go into
-``amp.load_state_dict`` as they are; of several the smallest is taken. Its O2 saved weights in
+``amp.load_state_dict`` as they are; of several the smallest is taken. Its fp16-O2 saved weights in
 fp32: they go into the masters too, which keep what the fp16 model rounds off. Without a file the
 script first writes such a checkpoint.
 """
@@ -28,7 +28,7 @@ def begin() -> tuple[Amp, torch.optim.Optimizer]:
     """Make everything anew."""
     model = NextByte().to(device())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return initialize(model, optimizer, "O2"), optimizer
+    return initialize(model, optimizer, "fp16-O2"), optimizer
 
 
 def resume(checkpoint: dict[str, Any]) -> Amp:
@@ -65,7 +65,7 @@ def train(amp: Amp, skip: int = 0) -> list[float]:
 
 
 def write_as_apex_did(path: Path) -> list[float]:
-    """Train a while, and save what Apex's O2 would have."""
+    """Train a while, and save what Apex's fp16-O2 would have."""
     torch.manual_seed(0)
     amp, optimizer = begin()
     losses = train(amp)
@@ -86,7 +86,7 @@ def main() -> None:
     for name, state in checkpoint["amp"].items():
         print(f"{name}: scale {state['loss_scale']:g}, clean iterations {state['unskipped']}")
     losses = [*before, *train(resume(checkpoint), skip=len(before))]
-    print(f"O2: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {STEPS} steps after the checkpoint")
+    print(f"fp16-O2: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {STEPS} steps after the checkpoint")
 
 
 if __name__ == "__main__":

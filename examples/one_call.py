@@ -3,10 +3,10 @@
     python examples/one_call.py
     torchrun --nproc-per-node 2 examples/one_call.py
 
-The level is one word: O0 is fp32, O1 casts op by op, O2 has an fp16 model with fp32 masters, bf16
-casts op by op and needs no loss scale. Cast a model before it is wrapped; FSDP2 casts what it
-gathers by itself, so at O2 its fp32 shards are what the optimizer steps. Clip after the last
-microbatch; on several ranks an overflow anywhere skips the step everywhere.
+The level is one word: fp32 is fp32, fp16 casts op by op, fp16-O2 has an fp16 model with fp32
+masters, bf16 casts op by op and needs no loss scale. Cast a model before it is wrapped; FSDP2 casts
+what it gathers by itself, so at fp16-O2 its fp32 shards are what the optimizer steps. Clip after
+the last microbatch; on several ranks an overflow anywhere skips the step everywhere.
 """
 
 import os
@@ -28,7 +28,7 @@ STEPS = 30
 def wrap(model: nn.Module, layout: str, level: str) -> nn.Module:
     """Spread a model over the ranks."""
     if layout == "FSDP2":
-        half = torch.float16 if level == "O2" else None
+        half = torch.float16 if level == "fp16-O2" else None
         return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=half))
     model = cast_model(model, level)
     return DistributedDataParallel(model) if layout == "DDP" else model
@@ -66,7 +66,7 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group()
     for layout in ("DDP", "FSDP2") if dist.is_initialized() else ("alone",):
-        for level in ("O0", "O1", "O2", "bf16"):
+        for level in ("fp32", "fp16", "fp16-O2", "bf16"):
             losses = train(level, 2, layout)
             print(f"{layout}, {level}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {STEPS} steps")
     if dist.is_initialized():

@@ -28,7 +28,7 @@ from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
 from launch.program import UnknownNameError, call, command, refusing, require
 
 # What --precision may be called beside the levels' own names.
-_LEVELS = {"fp32": "O0", "fp16": "O1"}
+_LEVELS = {"fp32": "fp32", "fp16": "fp16"}
 
 
 def _absolute(name: str) -> str:
@@ -138,11 +138,11 @@ class _Precision(BaseModel, frozen=True):
 
     precision: LevelName = option(
         "fp32",
-        "fp32, bf16, fp16, fp8, O0 to O3, bf16-O2, bf16-O3, or FILE.toml of patterns",
+        "fp32, bf16, fp16, fp8, fp32 to fp16-O3, bf16-O2, bf16-O3, or FILE.toml of patterns",
         "opt_level amp dtype mixed_precision fp16 bf16 half",
     )
     check_precision: bool = option(True, "compare what the first step ran in with the level")
-    init_scale: Finite = option(65536.0, "loss scale at the start (fp16, O2)")
+    init_scale: Finite = option(65536.0, "loss scale at the start (fp16, fp16-O2)")
     growth_interval: PositiveInt = option(2000, "clean steps until the loss scale doubles")
     compile: bool = option(False, "compile each block")
     checkpoint_blocks: Literal["none", "all", "selective"] = option(
@@ -172,7 +172,7 @@ class _Optimizer(BaseModel, frozen=True):
     weight_decay: FiniteOrNone = option(0.1, "on matrices alone", "wd")
     beta1: Decay = option(0.9, "AdamW's first; the momentum of sgd", "momentum")
     beta2: Decay = option(0.95, "AdamW's second", "betas")
-    eps: FiniteOrNone = option(0.0, "AdamW's; 0: 1e-8, and 1e-3 at O3", "epsilon")
+    eps: FiniteOrNone = option(0.0, "AdamW's; 0: 1e-8, and 1e-3 at fp16-O3", "epsilon")
     clip: FiniteOrNone = option(
         1.0,
         "largest norm of the gradients; 0: do not clip",

@@ -78,7 +78,7 @@ def test_a_slow_precision_is_named_with_the_level_to_take() -> None:
     half = {"float32": 10.0, "bfloat16": 2.0, "float16": 280.0}
     assert advice(half) == ["float16 takes 28.0 times as long as float32 here: take level bf16"]
     both = {"float32": 1.0, "bfloat16": 1.5, "float16": "computes in float32"}
-    assert advice(both) == ["bfloat16 takes 1.5 times as long as float32 here: take level O0"]
+    assert advice(both) == ["bfloat16 takes 1.5 times as long as float32 here: take level fp32"]
     assert advice({"float32": 2.0, "bfloat16": 1.0, "float16": 0.5}) == []
 
 
@@ -193,7 +193,7 @@ def test_check_says_whether_a_step_keeps_its_contract(capsys, tmp_path):
     assert main(["check", "tests.test_doctor:trains", "--json", str(path)]) == 0
     assert "0 breaches" in capsys.readouterr().out
     assert json.loads(path.read_text())["seen"]["compute"] == {"bf16": 2}
-    assert main(["check", "tests.test_doctor:trains", "--level", "O0"]) == 1
+    assert main(["check", "tests.test_doctor:trains", "--level", "fp32"]) == 1
     assert "declared fp32, found bf16" in capsys.readouterr().out
     assert main(["check", "tests.test_doctor:trains_as_declared"]) == 1
 

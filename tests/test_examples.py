@@ -56,8 +56,8 @@ def test_schedule_and_average_follow_the_steps_that_were_taken():
 
 def test_every_level_of_the_one_call_learns_what_fp32_learns():
     module = example("one_call")
-    full = module.train("O0")
-    for level, rel in (("O1", 1e-2), ("O2", 1e-2), ("bf16", 2e-2)):
+    full = module.train("fp32")
+    for level, rel in (("fp16", 1e-2), ("fp16-O2", 1e-2), ("bf16", 2e-2)):
         assert module.train(level) == pytest.approx(full, rel=rel)
         assert module.train(level, 4) == pytest.approx(full, rel=rel)
 
@@ -68,7 +68,7 @@ def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(tmp_path):
     module.write_as_apex_did(path)
     torch.manual_seed(0)
     model = module.NextByte().to(module.device())
-    amp = initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), "O2")
+    amp = initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), "fp16-O2")
     whole = module.train(amp) and module.train(amp, skip=module.STEPS)
     resumed = module.resume(torch.load(path, weights_only=True))
     assert module.train(resumed, skip=module.STEPS) == whole
@@ -79,9 +79,9 @@ def test_a_run_goes_on_from_apexs_checkpoint_as_if_it_had_not_stopped(tmp_path):
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
 def test_the_one_call_over_ranks_learns_what_one_process_does(ranks2, layout):
-    found = ranks2.run(on_this_rank, "one_call", "train", "O2", 2, layout)
+    found = ranks2.run(on_this_rank, "one_call", "train", "fp16-O2", 2, layout)
     mean = [sum(each) / len(each) for each in zip(*found, strict=True)]
-    assert mean == pytest.approx(example("one_call").train("O2"), rel=5e-3)
+    assert mean == pytest.approx(example("one_call").train("fp16-O2"), rel=5e-3)
 
 
 def test_gradients_in_half_the_bytes_learn_what_whole_ones_do(ranks2):

@@ -66,7 +66,7 @@ def scaler(**settings: Any) -> Subject:
 
 def amp() -> Subject:
     model = nn.Linear(3, 2)
-    made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
+    made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "fp16-O2")
 
     def step() -> None:
         made.zero_grad()

@@ -13,10 +13,10 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Written down from Apex's documentation: cast_model_type, patch_torch_functions,
 # keep_batchnorm_fp32, master_weights, loss_scale.
 APEX = {
-    "O0": (F32, False, None, False, 1.0),
-    "O1": (None, True, None, None, "dynamic"),
-    "O2": (F16, False, True, True, "dynamic"),
-    "O3": (F16, False, False, False, 1.0),
+    "fp32": (F32, False, None, False, 1.0),
+    "fp16": (None, True, None, None, "dynamic"),
+    "fp16-O2": (F16, False, True, True, "dynamic"),
+    "fp16-O3": (F16, False, False, False, 1.0),
 }
 
 
@@ -35,12 +35,14 @@ def test_a_row_has_the_defaults_that_apex_documents(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_float16_levels_run_a_scaler_and_others_where_they_are_asked_to(level):
-    assert PrecisionLevel.from_name(level).scales is (level in ("O1", "O2", "O3"))
+    assert PrecisionLevel.from_name(level).scales is (level in ("fp16", "fp16-O2", "fp16-O3"))
     for loss_scale in ("dynamic", 128.0):
         assert PrecisionLevel.from_name(level, loss_scale=loss_scale).scales
 
 
-@pytest.mark.parametrize(("half", "bf16"), [("O1", "bf16"), ("O2", "bf16-O2"), ("O3", "bf16-O3")])
+@pytest.mark.parametrize(
+    ("half", "bf16"), [("fp16", "bf16"), ("fp16-O2", "bf16-O2"), ("fp16-O3", "bf16-O3")]
+)
 def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16):
     swapped = {
         field.name: BF16 if (value := getattr(LEVELS[half], field.name)) is F16 else value
@@ -61,30 +63,33 @@ def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16)
     ],
 )
 def test_overrides_are_spelled_as_in_apex(given, field, value):
-    overridden = PrecisionLevel.from_name("O3", **given)
+    overridden = PrecisionLevel.from_name("fp16-O3", **given)
     assert getattr(overridden, field) == value
-    assert overridden == LEVELS["O3"].replace(**{field: value})
+    assert overridden == LEVELS["fp16-O3"].replace(**{field: value})
 
 
 @pytest.mark.parametrize(
     ("level", "override", "reason"),
     [
-        ("O1", {"keep_batchnorm_fp32": True}, "contradicts O1"),
-        ("O1", {"keep_batchnorm_fp32": False}, "contradicts O1"),
-        ("O1", {"master_weights": True}, "are float32 already"),
-        ("O1", {"master_weights": False}, "are float32 already"),
+        ("fp16", {"keep_batchnorm_fp32": True}, "contradicts fp16"),
+        ("fp16", {"keep_batchnorm_fp32": False}, "contradicts fp16"),
+        ("fp16", {"master_weights": True}, "are float32 already"),
+        ("fp16", {"master_weights": False}, "are float32 already"),
         ("bf16", {"master_weights": True}, "are float32 already"),
-        ("O0", {"keep_batchnorm_fp32": False}, "contradicts O0"),
-        ("O0", {"master_weights": True}, "contradicts O0"),
-        ("O2", {"keep_batchnorm_fp32": "yes"}, "must be True or False"),
-        ("O2", {"loss_scale": 0.0}, "must be 'dynamic' or a number > 0"),
-        ("O2", {"loss_scale": "inf"}, "must be 'dynamic' or a number > 0"),
-        ("O2", {"loss_scale": "static"}, "must be 'dynamic' or a number > 0"),
-        ("O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
+        ("fp32", {"keep_batchnorm_fp32": False}, "contradicts fp32"),
+        ("fp32", {"master_weights": True}, "contradicts fp32"),
+        ("fp16-O2", {"keep_batchnorm_fp32": "yes"}, "must be True or False"),
+        ("fp16-O2", {"loss_scale": 0.0}, "must be 'dynamic' or a number > 0"),
+        ("fp16-O2", {"loss_scale": "inf"}, "must be 'dynamic' or a number > 0"),
+        ("fp16-O2", {"loss_scale": "static"}, "must be 'dynamic' or a number > 0"),
+        ("fp16-O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
         ("02", {}, "the O is a letter"),
         ("O4", {}, "must be one of"),
-        ("fp16", {}, "fp16 is O1"),
-        *((level, {"master_weights": "split"}, "or True") for level in ("O0", "O1", "O2", "bf16")),
+        ("fp16", {}, "fp16 is fp16"),
+        *(
+            (level, {"master_weights": "split"}, "or True")
+            for level in ("fp32", "fp16", "fp16-O2", "bf16")
+        ),
     ],
 )
 def test_a_contradiction_is_refused_with_its_reason(level, override, reason):
@@ -94,18 +99,18 @@ def test_a_contradiction_is_refused_with_its_reason(level, override, reason):
 
 
 def test_what_o0_says_of_itself_may_be_said():
-    said = PrecisionLevel.from_name("O0", keep_batchnorm_fp32=True, master_weights=False)
-    assert said == LEVELS["O0"].replace(keep_batchnorm_fp32=True)
+    said = PrecisionLevel.from_name("fp32", keep_batchnorm_fp32=True, master_weights=False)
+    assert said == LEVELS["fp32"].replace(keep_batchnorm_fp32=True)
 
 
 @pytest.mark.parametrize(
     ("level", "changed", "says"),
     [
-        ("O2", {"compute": BF16}, "autocast casts from float32"),
+        ("fp16-O2", {"compute": BF16}, "autocast casts from float32"),
         ("bf16-O2", {"float8": "tensorwise"}, "take fp8"),
         ("fp8-rowwise", {"float8_all_gather": True}, "one scale for each weight"),
     ]
-    + [("O0", {f: torch.int8}, f) for f in ("param", "compute", "reduce", "output")],
+    + [("fp32", {f: torch.int8}, f) for f in ("param", "compute", "reduce", "output")],
 )
 def test_rows_that_cannot_be_made(level, changed, says):
     with pytest.raises(ConfigError, match=says):
@@ -114,7 +119,7 @@ def test_rows_that_cannot_be_made(level, changed, says):
 
 def test_gradients_of_a_cast_model_may_be_reduced_in_more_and_those_of_a_region_not_in_less():
     """fsdp2.md advises reduce_dtype=torch.float32."""
-    assert {level: LEVELS[level].contract()["reduce"] for level in ("bf16-O2", "O1")} == {
+    assert {level: LEVELS[level].contract()["reduce"] for level in ("bf16-O2", "fp16")} == {
         "bf16-O2": ("fp32", "bf16"),
-        "O1": ("fp32",),
+        "fp16": ("fp32",),
     }

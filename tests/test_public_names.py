@@ -56,7 +56,7 @@ def _is_imported_from(module: str, attribute: str) -> bool:
 OBJECTS: dict[str, object] = {
     "guard": distamp.StepGuard(),
     "scaler": distamp.DistGradScaler("cpu"),
-    "amp": distamp.initialize(nn.Linear(2, 2), opt_level="O0"),
+    "amp": distamp.initialize(nn.Linear(2, 2), opt_level="fp32"),
     "hook": comm_hooks.CommHook,
     "masters": MasterParameters,
     "comm_hooks": comm_hooks,

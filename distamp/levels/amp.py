@@ -70,7 +70,7 @@ class Amp:
 
     Example::
 
-        amp = distamp.initialize(model, optimizer, "O1")
+        amp = distamp.initialize(model, optimizer, "fp16")
         for inputs, targets in batches:
             amp.zero_grad()
             with amp.autocast():
@@ -128,7 +128,7 @@ class Amp:
 
     @property
     def masters(self) -> list[MasterParameters]:
-        """The fp32 master parameters of each optimizer that has some, which is so at O2."""
+        """The fp32 master parameters of each optimizer that has some, which is so at fp16-O2."""
         return list(filter(None, map(masters_of, self.optimizers)))
 
     @property
@@ -148,7 +148,7 @@ class Amp:
     # -- forward and backward --------------------------------------------------------------------
 
     def autocast(self) -> autocast:
-        """Return the region for forward passes and losses; at O0, O2 and O3 it casts nothing.
+        """Return the region for forward passes and losses; at fp32, fp16-O2 and fp16-O3 it casts nothing.
 
         A ``torch.autocast``: a context manager and a decorator.
         """
@@ -289,7 +289,7 @@ class Amp:
         message only after a backward pass.
 
         Returns:
-            The masters at O2, the parameters at other levels.
+            The masters at fp16-O2, the parameters at other levels.
         """
         if self._waiting and not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)

@@ -29,7 +29,7 @@ __all__ = ["O2_OF", "cast_as", "cast_model", "check_cast_before", "check_frozen"
 
 _M = TypeVar("_M", bound=nn.Module)
 #: The level that trains a model whose parameters are in this dtype, with fp32 masters.
-O2_OF = {torch.float16: "O2", torch.bfloat16: "bf16-O2"}
+O2_OF = {torch.float16: "fp16-O2", torch.bfloat16: "bf16-O2"}
 _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and pickles keep
 
 
@@ -75,8 +75,8 @@ def cast_model(
             or it has frozen parameters in the other half precision; or, in a process alone, a
             pattern matches nothing.
 
-    Source: Apex's documentation of O2, and Micikevicius et al., 2018, section 3.1. Apex casts batch
-    norms without affine parameters; here their statistics stay in float32 too.
+    Source: Apex's documentation of fp16-O2, and Micikevicius et al., 2018, section 3.1. Apex casts
+    batch norms without affine parameters; here their statistics stay in float32 too.
     """
     level = PrecisionLevel.from_name(
         opt_level,
@@ -135,10 +135,10 @@ def check_frozen(model: nn.Module, level: PrecisionLevel) -> None:
     float32, which is cast to it.
 
     Raises:
-        ConfigError: They are in half precision at O0, or in another one than the level computes
+        ConfigError: They are in half precision at fp32, or in another one than the level computes
             in, where a cast would lose range or precision.
     """
-    kind, ways = (nn.Module, "bf16 or O1, or ") if not level.autocasts else (_BatchNorm, "")
+    kind, ways = (nn.Module, "bf16 or fp16, or ") if not level.autocasts else (_BatchNorm, "")
     modules = (module for module in model.modules() if isinstance(module, kind))
     held = (p for module in modules for p in module.parameters(recurse=False))
     others = {p.dtype for p in held if not p.requires_grad} & O2_OF.keys() - {level.compute}

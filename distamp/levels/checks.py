@@ -137,7 +137,7 @@ def _check_policies(model: nn.Module, wrapping: Wrapping, level: PrecisionLevel)
             f"{name} computes in {', '.join(map(str, dtypes))} and keeps float32 parameters by its "
             f"own mixed precision, and {level_name} computes in {level.compute} with parameters in "
             f"{level.param} and gradients reduced in {level.reduce}; leave that setting "
-            f"out, or take {'O2' if torch.float16 in dtypes else 'bf16-O2'}"
+            f"out, or take {'fp16-O2' if torch.float16 in dtypes else 'bf16-O2'}"
         )
     if name == FSDP2:
         _check_output_dtypes(model, level)
@@ -286,7 +286,7 @@ def _check_optimizers(
             raise ConfigError(
                 f"{kind} has eps={eps:g}, which float16 rounds to zero, and {level.name} "
                 "keeps the optimizer's state in float16: 0 / 0 would make parameters NaN. Pass "
-                "eps=1e-3, or take O2"
+                "eps=1e-3, or take fp16-O2"
             )
 
 

@@ -47,7 +47,7 @@ _logger = logging.getLogger("distamp.initialize")
 def initialize(
     model: nn.Module | Sequence[nn.Module],
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    opt_level: str | PrecisionLevel = "O1",
+    opt_level: str | PrecisionLevel = "fp16",
     *,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
@@ -67,8 +67,8 @@ def initialize(
 
     Like ``apex.amp.initialize``, but in every layout and without patching: DDP, FSDP1, FSDP2,
     fairscale's ShardedDataParallel and DataParallel are recognised. A model that is plain or in
-    DataParallel is cast in place. Under DDP, call `cast_model` before wrapping. Under FSDP, O2 is
-    its own mixed precision. Where it is otherwise, the error gives the right order.
+    DataParallel is cast in place. Under DDP, call `cast_model` before wrapping. Under FSDP, fp16-O2
+    is its own mixed precision. Where it is otherwise, the error gives the right order.
 
     Collective: every rank of `process_group` must call this. With ``optimizers=None`` it sends
     nothing. A rank that refuses its arguments makes every rank raise.
@@ -121,7 +121,8 @@ def initialize(
     wrappings = tuple(map(recognise, models))
     if ops is not None and not level.autocasts:
         raise ConfigError(
-            f"ops= lists what autocast casts, and {level.name} casts nothing op by op; take O1 or "
+            f"ops= lists what autocast casts, and {level.name} casts nothing op by op; take fp16 "
+            "or "
             "bf16, or name modules by module_precision="
         )
     pins, unmatched = match_patterns(models, level)
@@ -250,11 +251,12 @@ def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
 
 _ELSEWHERE = {
     "num_losses": "leave it out: all losses share one scale",
-    "cast_model_type": "choose it by the level: O2 and O3 cast the model to float16, bf16-O2 and "
+    "cast_model_type": "choose it by the level: fp16-O2 and fp16-O3 cast the model to float16, "
+    "bf16-O2 and "
     "bf16-O3 to bfloat16",
-    "patch_torch_functions": "nothing is patched: O1 casts inside amp.autocast()",
+    "patch_torch_functions": "nothing is patched: fp16 casts inside amp.autocast()",
     "cast_model_outputs": "pass opt_level=PrecisionLevel.from_name(level).replace(output=dtype)",
-    "enabled": "pass opt_level='O0'",
+    "enabled": "pass opt_level='fp32'",
     "hard_override": "a contradiction cannot be overridden",
     "verbosity": "nothing is printed",
     "min_loss_scale": "pass schedule=DynamicLossScale(min_scale=...)",

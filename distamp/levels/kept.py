@@ -140,7 +140,7 @@ def kept_fp32(model: nn.Module, level: PrecisionLevel) -> set[int]:
     if getattr(pin_of(model), "dtype", None) is torch.float32:
         raise ConfigError(
             f"the model itself is pinned to fp32, and {level.name} casts it to "
-            f"{level.param}; take O0, or set_module_precision(model, None)"
+            f"{level.param}; take fp32, or set_module_precision(model, None)"
         )
     theirs = declared(model)
     before = {

@@ -657,7 +657,7 @@ def refuse_share(optimizer: torch.optim.Optimizer) -> None:
     if inner_optimizer(optimizer) is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} steps a share of the parameters on each rank, and hands "
-            "the others what it stepped, not what a master rounds to. Take O1, which needs no "
+            "the others what it stepped, not what a master rounds to. Take fp16, which needs no "
             "masters, or fully_shard in its place, over a model that was cast, or over a float32 "
             "one with its own MixedPrecisionPolicy"
         )
@@ -675,8 +675,8 @@ def refuse_held(optimizer: torch.optim.Optimizer) -> None:
         if not parameters.isdisjoint(held):
             raise ConfigError(
                 f"{type(optimizer).__name__} holds its parameters in {name!r} as well, where "
-                "masters cannot take their place: its steps would change nothing. Take O1 or "
-                "bf16, which need no masters; for LBFGS O0, and its own step(closure)"
+                "masters cannot take their place: its steps would change nothing. Take fp16 or "
+                "bf16, which need no masters; for LBFGS fp32, and its own step(closure)"
             )
 
 

@@ -509,7 +509,7 @@ _FIXES: tuple[tuple[Callable[[Violation], bool], str], ...] = (
     (
         lambda it: it.key == "master_weights" and _half(it),
         "updates below half an ulp of these weights are lost: MasterParameters(optimizer), level "
-        "O2 or bf16-O2, or float32 shards with FSDP's param_dtype",
+        "fp16-O2 or bf16-O2, or float32 shards with FSDP's param_dtype",
     ),
     (
         lambda it: it.key == "optimizer_state" and _half(it),

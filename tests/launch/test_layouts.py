@@ -22,7 +22,7 @@ LAYOUTS = {
 }
 STEPS = ("--steps", 3, "--keep", 0, *TINY)
 # Only the order of additions differs in fp32; products round otherwise once they are divided.
-TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "O2": 1e-2}
+TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp16-O2": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, job
 
 CELLS = [
     *((layout, "fp32") for layout in LAYOUTS if layout != "hsdp"),
-    *(("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("hsdp", "O2")),
+    *(("fsdp2 x tp", "fp16"), ("fsdp2", "bf16"), ("hsdp", "fp16-O2")),
 ]
 
 
@@ -64,7 +64,7 @@ RESUMED = {
     "fsdp2, asynchronous": ("--shard", -1, "--async-save"),
     "hsdp, fp16, sgd": ("--shard", 2, "--hook", "fp16", "--optimizer", "sgd"),
     "tp": ("--tp", 2),
-    "O2": ("--precision", "O2"),
+    "fp16-O2": ("--precision", "fp16-O2"),
 }
 
 
@@ -94,7 +94,9 @@ def test_run_goes_on_on_other_ranks_and_in_another_layout(
     assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("O2", "fp32"), ("fp32", "O2"), ("fp16", "bf16-O2")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("fp16-O2", "fp32"), ("fp32", "fp16-O2"), ("fp16", "bf16-O2")]
+)
 def test_any_level_goes_on_from_any_other_with_the_weights_as_they_were_stepped(
     text, tmp_path, before, after
 ):

@@ -77,7 +77,7 @@ WRONG = """
 --model tests.launch.test_refusals:frozen
 --model tests.launch.test_refusals:no_blocks --model-args depth=3
 --model hf:gpt2 --model-args n_head=0 | --model hf:gpt2 --model-args nlayer=2
---layer 2 | --opt-level O1 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
+--layer 2 | --opt-level fp16 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
 -lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision | --lr | --data
 --layers two | --lr nan | --schedule cosinus
 """
@@ -88,7 +88,7 @@ NEAR = {
     "--epochs 2": "--steps",
     "--max_steps=7": "--steps",
     "--block-size 8": "--block",
-    "--opt-level O1": "--precision",
+    "--opt-level fp16": "--precision",
     "--fp16": "--precision",
     "--gradient-accumulation-steps 2": "--accumulate",
     "--max-grad-norm 1": "--clip",
@@ -424,7 +424,9 @@ def test_check_refuses_with_the_sentence_of_the_run(text, tmp_path, capsys, flag
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("level", ["fp32", "O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize(
+    "level", ["fp32", "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", "bf16-O3"]
+)
 @pytest.mark.parametrize("ranks", ["", "--shard 2", "--tp 2", "--replicate 2 --hook int8"])
 def test_check_accepts_every_level_on_every_layout(text, tmp_path, capsys, level, ranks):
     given = [*map(str, ("--data", text, *TINY)), "--run-dir", str(tmp_path / "run"), "--check"]

@@ -243,7 +243,7 @@ def evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> float:
 def test_evaluate_has_the_loss_of_the_run_at_its_level_and_of_averaged_weights(
     finished, text, tmp_path, capsys
 ):
-    rows = jobs.train(tmp_path, ("--data", text, *TINY, "--steps", 2, "--precision", "O2"))
+    rows = jobs.train(tmp_path, ("--data", text, *TINY, "--steps", 2, "--precision", "fp16-O2"))
     found, last = evaluated(tmp_path, capsys), rows[-1]["validation_loss"]
     assert found == pytest.approx(last, abs=1e-4)
     averaged, last = evaluated(finished, capsys), jobs.records(finished)[-1]["validation_loss"]
@@ -407,7 +407,7 @@ def judged(length: int) -> dict[str, float]:
     images, labels = torch.randn(17, 6), torch.arange(17) % 2
     data = Data("", [], list(zip(images, labels, strict=True)), 2)
     layout = Layout(rank, 2, replicate=2)
-    amp = initialize(model, [], "O0")
+    amp = initialize(model, [], "fp32")
     found = evaluate.evaluate(Job(config, data, CPU, layout, model, amp, Average(amp, 0.0)), length)
     chosen = [place * 17 // length for place in range(length)]
     logits = model.double()(images[chosen].double())

@@ -120,7 +120,7 @@ def net(level: PrecisionLevel, extra: str) -> Net:
     reentrant = {"checkpoint": False, "reentrant checkpoint": True}.get(extra)
     model = Net(reentrant)
     if extra == "LoRA":
-        model.requires_grad_(False).to(torch.bfloat16 if level.name == "O0" else level.compute)
+        model.requires_grad_(False).to(torch.bfloat16 if level.name == "fp32" else level.compute)
         model.output = Adapted(model.output)  # type: ignore[assignment]
         model.scale = nn.Parameter(torch.ones(16))
     return model

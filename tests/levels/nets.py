@@ -108,6 +108,6 @@ def made_in(layout: str, level: str) -> Amp:
     else:
         model = wrapped(model, kind, torch.float16 if more == "policy" else None, "")
         optimizer = adam(model)
-    settings: dict[str, Any] = {"init_scale": SCALE} if level in ("O1", "O2") else {}
+    settings: dict[str, Any] = {"init_scale": SCALE} if level in ("fp16", "fp16-O2") else {}
     settings |= {"comm_hook": more.split()[0]} if "hook" in more else {}
     return initialize(model, optimizer, level, **settings)

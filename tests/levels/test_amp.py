@@ -12,14 +12,14 @@ from distamp.errors import CallOrderError, LossScaleCollapseError
 from tests.levels.nets import SCALE, adam, backward, batches, loss_of, net, train, values
 
 STEPS = 6
-LEVELS = ("O0", "O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3")
+LEVELS = ("fp32", "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", "bf16-O3")
 BATCH = next(batches(1))
 
 
 def made(level: str, **overrides: Any) -> Any:
-    """An Amp; at O1 and O2 with a scale that no gradient here overflows."""
+    """An Amp; at fp16 and fp16-O2 with a scale that no gradient here overflows."""
     model = net()
-    if level in ("O1", "O2") and "loss_scale" not in overrides:
+    if level in ("fp16", "fp16-O2") and "loss_scale" not in overrides:
         overrides = {"init_scale": SCALE} | overrides
     return initialize(model, adam(model), level, **overrides)
 
@@ -59,7 +59,7 @@ def by_hand(dtype: torch.dtype | None, clip: float | None = None) -> tuple[list[
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize(
-    ("level", "dtype"), [("O0", None), ("O1", torch.float16), ("bf16", torch.bfloat16)]
+    ("level", "dtype"), [("fp32", None), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
 )
 def test_a_level_with_float32_weights_is_torchs_own_loop_to_the_bit(level, dtype, clip):
     (ours, weights), (theirs, wanted) = trained(level, clip), by_hand(dtype, clip)
@@ -72,8 +72,8 @@ def test_a_level_with_float32_weights_is_torchs_own_loop_to_the_bit(level, dtype
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_learns_what_fp32_learns(level):
-    # O3 makes no promise: builds of torch whose kernels round otherwise part by 3 %.
-    within = 5e-2 if level == "O3" else 2e-2
+    # fp16-O3 makes no promise: builds of torch whose kernels round otherwise part by 3 %.
+    within = 5e-2 if level == "fp16-O3" else 2e-2
     assert trained(level)[0] == pytest.approx(by_hand(None)[0], rel=within)
 
 
@@ -90,7 +90,7 @@ def test_the_norm_that_is_clipped_is_that_of_unscaled_gradients_and_zero_grad_is
     assert all(p.grad is None for p in (*amp.model.parameters(), *stepped(amp)))
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp16-O2", "fp16-O3", "bf16-O2", "bf16-O3"])
 def test_nothing_is_autocast_in_a_cast_model(level):
     with torch.autocast("cpu", torch.bfloat16), initialize(net(), None, level).autocast():
         assert not torch.is_autocast_enabled("cpu")
@@ -99,11 +99,11 @@ def test_nothing_is_autocast_in_a_cast_model(level):
 @pytest.mark.parametrize(
     ("level", "settings", "first", "after"),
     [
-        ("O1", {"init_scale": SCALE}, SCALE, SCALE / 2),
-        ("O2", {"init_scale": SCALE}, SCALE, SCALE / 2),
-        ("O2", {"loss_scale": None}, 2.0**16, 2.0**15),
-        ("O2", {"loss_scale": 128.0}, 128.0, 128.0),
-        ("O3", {}, 1.0, 1.0),
+        ("fp16", {"init_scale": SCALE}, SCALE, SCALE / 2),
+        ("fp16-O2", {"init_scale": SCALE}, SCALE, SCALE / 2),
+        ("fp16-O2", {"loss_scale": None}, 2.0**16, 2.0**15),
+        ("fp16-O2", {"loss_scale": 128.0}, 128.0, 128.0),
+        ("fp16-O3", {}, 1.0, 1.0),
     ],
 )
 def test_a_step_that_overflows_is_skipped_and_says_so(level, settings, first, after):
@@ -124,7 +124,7 @@ def test_a_step_that_overflows_is_skipped_and_says_so(level, settings, first, af
 
 def test_of_two_optimizers_each_is_skipped_by_its_own_overflow_and_clipped_by_one_norm():
     models = [net(seed) for seed in (0, 1)]
-    amp = initialize(models, [adam(model) for model in models], "O1", init_scale=SCALE)
+    amp = initialize(models, [adam(model) for model in models], "fp16", init_scale=SCALE)
     for fault in (False, True):
         amp.zero_grad()
         with amp.autocast():
@@ -140,7 +140,7 @@ def test_of_two_optimizers_each_is_skipped_by_its_own_overflow_and_clipped_by_on
         assert [*map(bool, (*result.optimizers, result))] == [True, not fault, not fault]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "bf16"])
+@pytest.mark.parametrize("level", ["fp16", "fp16-O2", "bf16"])
 def test_losses_and_microbatches_add_up_under_one_scale(level):
     model, reference = net(batchnorm=False), net(batchnorm=False)
     amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
@@ -156,7 +156,7 @@ def test_losses_and_microbatches_add_up_under_one_scale(level):
         torch.testing.assert_close(ours.float(), wanted, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp32", "fp16", "fp16-O2", "bf16-O2"])
 def test_apexs_lines_train_as_ours(level):
     amp = made(level)
     (optimizer,) = amp.optimizers
@@ -174,7 +174,7 @@ def test_apexs_lines_train_as_ours(level):
     torch.testing.assert_close(found, trained(level, 0.1)[1], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16", "fp16-O2", "bf16-O2"])
 def test_gradients_for_a_penalty_come_unscaled_and_in_fp32(level):
     amp, reference = made(level), net()
     with amp.autocast():
@@ -192,18 +192,18 @@ def test_gradients_for_a_penalty_come_unscaled_and_in_fp32(level):
 
 def test_gradients_for_a_penalty_do_not_underflow():
     half = torch.ones(2, dtype=torch.float16, requires_grad=True)
-    (gradient,) = made("O1", init_scale=2.0**16).grad((half.float() * 1e-8).sum(), [half])
+    (gradient,) = made("fp16", init_scale=2.0**16).grad((half.float() * 1e-8).sum(), [half])
     assert gradient.tolist() == pytest.approx([1e-8] * 2, rel=1e-2)
 
 
 def test_what_cannot_be_called_now_says_what_to_do():
-    amp = initialize(net(), None, "O2")
+    amp = initialize(net(), None, "fp16-O2")
     assert amp.model(BATCH[0]).dtype is torch.float32
     with pytest.raises(CallOrderError, match="no optimizer"):
         amp.step()
     with pytest.raises(ValueError, match=r"amp\.models"):
-        _ = initialize([net(), net(1)], None, "O1").model
-    amp = made("O1")
+        _ = initialize([net(), net(1)], None, "fp16").model
+    amp = made("fp16")
     loss = loss_of(amp.model(BATCH[0]), BATCH[1])
     amp.backward(loss, retain_graph=True)
     amp.clip_grad_norm_(1.0)
@@ -213,10 +213,10 @@ def test_what_cannot_be_called_now_says_what_to_do():
 
 def test_settings_of_the_region_and_the_scaler_are_handed_on():
     x = torch.ones(2, 2)
-    amp = made("O1", op_lists=distamp.OpLists(fp32={"mm"}), cache_enabled=False)
+    amp = made("fp16", op_lists=distamp.OpLists(fp32={"mm"}), cache_enabled=False)
     with amp.autocast():
         assert (torch.mm(x, x).dtype, torch.is_autocast_cache_enabled()) == (torch.float32, False)
-    amp = made(distamp.PrecisionLevel.from_name("O2").replace(output=torch.float16))
+    amp = made(distamp.PrecisionLevel.from_name("fp16-O2").replace(output=torch.float16))
     assert amp.model(BATCH[0]).dtype is torch.float16
     schedule = distamp.scaler.DynamicLossScale(backoff_factor=0.25)
     amp = initialize(model := net(), adam(model), loss_scale=schedule, max_consecutive_skips=2)

@@ -41,13 +41,13 @@ def floating(module: nn.Module) -> set[torch.dtype]:
 @pytest.mark.parametrize(
     ("level", "overrides", "dtype", "norm"),
     [
-        ("O2", {}, F16, F32),
-        ("O3", {}, F16, F16),
+        ("fp16-O2", {}, F16, F32),
+        ("fp16-O3", {}, F16, F16),
         ("bf16-O2", {}, BF16, F32),
         ("bf16-O3", {}, BF16, BF16),
-        ("O2", {"keep_batchnorm_fp32": "False"}, F16, F16),
-        ("O0", {}, F32, F32),
-        ("O1", {}, F32, F32),
+        ("fp16-O2", {"keep_batchnorm_fp32": "False"}, F16, F16),
+        ("fp32", {}, F32, F32),
+        ("fp16", {}, F32, F32),
         ("bf16", {}, F32, F32),
     ],
 )
@@ -80,7 +80,7 @@ class Echo(nn.Module):
 
 
 def test_floating_inputs_are_cast_in_and_outputs_out_however_nested():
-    model = cast_model(Echo(), "O2")
+    model = cast_model(Echo(), "fp16-O2")
     x, count = torch.ones(2), torch.arange(2)
     returned = model(x, [count, {"deep": x.double()}], both=Both(x, count), name="text")
     for dtype, ((one, (two, deep)), given) in ((F16, model.seen), (F32, returned)):
@@ -89,7 +89,7 @@ def test_floating_inputs_are_cast_in_and_outputs_out_however_nested():
         assert given["name"] == "text"
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 def test_a_mask_of_the_lowest_number_stays_finite_and_infinities_stay(level):
     model = cast_model(Echo(), level)
     model(torch.tensor([torch.finfo(F32).min, -torch.inf, 1.0]))
@@ -110,14 +110,14 @@ def test_a_mask_of_the_lowest_number_stays_finite_and_infinities_stay(level):
 )
 @pytest.mark.filterwarnings("ignore:.*prototype stage|.*beta state")
 def test_sparse_and_nested_inputs_are_cast_in(given):
-    model, seen = cast_model(nn.Linear(3, 3), "O2"), []
+    model, seen = cast_model(nn.Linear(3, 3), "fp16-O2"), []
     model.forward = seen.append
     model(given())
     assert (seen[0].dtype, seen[0].layout) == (F16, given().layout)
 
 
 def test_copies_and_pickles_cast_as_the_original_does_and_twice_is_once():
-    model = cast_model(cast_model(nn.Linear(3, 2), "O2"), "O2")
+    model = cast_model(cast_model(nn.Linear(3, 2), "fp16-O2"), "fp16-O2")
     x = torch.randn(4, 3)
     wanted = nn.functional.linear(x.half(), model.weight, model.bias).float()
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -137,7 +137,7 @@ def in_fp32(model: nn.Module) -> set[str]:
 def test_the_last_pattern_that_matches_counts_and_one_pinned_before_is_kept():
     model = net(batchnorm=False)
     set_module_precision(model.embedding, "fp32")
-    cast_model(model, "O2", module_precision={"*": "fp32", "hidden": "fp16", "output": "fp16"})
+    cast_model(model, "fp16-O2", module_precision={"*": "fp32", "hidden": "fp16", "output": "fp16"})
     assert in_fp32(model) == {"embedding.weight", "norm.weight", "norm.bias"}
     assert loss_of(model(BATCH[0]), BATCH[1]).isfinite()
 
@@ -153,15 +153,15 @@ def test_who_shares_a_weight_with_a_pinned_module_computes_in_its_dtype():
 
 
 def test_pins_are_part_of_what_a_model_was_cast_for():
-    model = cast_model(net(), "O2", module_precision={"hidden": "fp32"})
-    level = PrecisionLevel.from_name("O2", module_precision={"hidden": "fp32"})
+    model = cast_model(net(), "fp16-O2", module_precision={"hidden": "fp32"})
+    level = PrecisionLevel.from_name("fp16-O2", module_precision={"hidden": "fp32"})
     assert initialize(model, None, level).precision.pins == (("hidden", "fp32"),)
 
 
 # -- what its owner declared -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O3"])
 def test_tables_of_rotary_embeddings_keep_their_angles(level):
     model, plain = cast_model(llama(), level), llama()
     half, at = PrecisionLevel.from_name(level).param, torch.tensor([[4095]])
@@ -182,13 +182,13 @@ def t5() -> Any:
 
 
 @pytest.mark.parametrize("pattern", ["encoder.final_layer_norm", "*layer_norm"])
-@pytest.mark.parametrize("level", ["O2", "O3", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp16-O2", "fp16-O3", "bf16-O2", "bf16-O3"])
 def test_a_pinned_norm_returns_the_models_dtype_from_a_float32_residual_stream(level, pattern):
     ids = torch.arange(8)[None]
     wanted = t5()(input_ids=ids, labels=ids).loss
     model = t5()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: dict[str, Any] = {"init_scale": 64.0} if level == "O2" else {}
+    settings: dict[str, Any] = {"init_scale": 64.0} if level == "fp16-O2" else {}
     amp = initialize(model, optimizer, level, module_precision={pattern: "fp32"}, **settings)
     loss = amp.model(input_ids=ids, labels=ids).loss.float()
     torch.testing.assert_close(loss, wanted, rtol=0.02, atol=0)
@@ -210,7 +210,7 @@ class Conditioned(nn.Module):
 
 
 @pytest.mark.parametrize("pins", [{"embed": "fp32"}, {"embed*": "fp32"}])
-@pytest.mark.parametrize("level", ["O3", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16-O3", "bf16-O2"])
 def test_a_module_pinned_inside_of_another_leaves_float32_there(level, pins):
     """One rounding at the end of the outer module, and none between those in it."""
     torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_a_module_of_float32_inputs_returns_the_models_dtype_under_a_policy():
     assert amp.step()
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 def test_what_a_model_of_transformers_declares_stays_fp32(level):
     model = cast_model(t5(), level)
     ids = torch.arange(8)[None]
@@ -245,7 +245,7 @@ def test_what_a_model_of_transformers_declares_stays_fp32(level):
     assert model(input_ids=ids, labels=ids).loss.isfinite()
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pinned_head_keeps_the_precision_of_what_the_model_returns(level, tied):
     model, ids = llama(tie_word_embeddings=tied), torch.arange(8)[None]

@@ -28,7 +28,7 @@ def test_twelve_cells_drawn_are_right_or_refused(ranks4: RankPool):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_level_keeps_its_contract(ranks4: RankPool, layout):
     cells = [(level, layout, "nothing") for level in LEVELS]
-    cells += [("O2", layout, "pins"), ("bf16", layout, "reentrant checkpoint")]
+    cells += [("fp16-O2", layout, "pins"), ("bf16", layout, "reentrant checkpoint")]
     assert wrong(cells, ranks4) == []
 
 

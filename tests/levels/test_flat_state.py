@@ -32,7 +32,7 @@ from tests.ranks import mesh
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SEPARATE = r"model\.state_dict\(\), optimizer\.state_dict\(\) and amp\.state_dict\(\)"
-LEVELS = ("O0", "O1", "bf16-O2")
+LEVELS = ("fp32", "fp16", "bf16-O2")
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -199,13 +199,13 @@ OPTIMIZERS: dict[str, Make] = {
     ),
 }
 FAST = {
-    ("SGD", "O1"),
+    ("SGD", "fp16"),
     ("AdamW", "bf16-O2"),
-    ("AdamW with a tensor as rate", "O0"),
-    ("NAdam", "O1"),
-    ("Adafactor", "O0"),
+    ("AdamW with a tensor as rate", "fp32"),
+    ("NAdam", "fp16"),
+    ("Adafactor", "fp32"),
     ("schedulefree AdamW", "bf16-O2"),
-    ("torchao AdamW8bit", "O0"),
+    ("torchao AdamW8bit", "fp32"),
     ("torchao AdamW4bit", "bf16-O2"),
 }
 CELLS = [
@@ -232,7 +232,7 @@ def test_a_sparse_adam_resumes(tmp_path):
     def make_sparse(seed: int) -> Amp:
         torch.manual_seed(seed)
         model = nn.Embedding(16, 4, sparse=True)
-        return distamp.initialize(model, torch.optim.SparseAdam(model.parameters(), lr=0.1), "O0")
+        return distamp.initialize(model, torch.optim.SparseAdam(model.parameters(), lr=0.1), "fp32")
 
     def train_rows(amp: Amp, first: int, last: int) -> None:
         for step in range(first, last):
@@ -278,8 +278,13 @@ def check_resume_without_records(amp: Amp, resumed: Amp, path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        *[("AdamW", "O0"), ("AdamW", "bf16-O2"), ("AdamW", "bf16-O3"), ("fused AdamW", "O2")],
-        *[("SGD with momentum", "O1"), ("Adafactor", "O0"), ("NAdam", "bf16-O2")],
+        *[
+            ("AdamW", "fp32"),
+            ("AdamW", "bf16-O2"),
+            ("AdamW", "bf16-O3"),
+            ("fused AdamW", "fp16-O2"),
+        ],
+        *[("SGD with momentum", "fp16"), ("Adafactor", "fp32"), ("NAdam", "bf16-O2")],
     ],
 )
 def test_a_checkpoint_without_records_resumes_with_its_states(tmp_path, name, level, caplog):
@@ -299,7 +304,7 @@ def test_ranks_resume_from_a_checkpoint_without_records(tmp_path, layout):
 
 
 def test_settings_stay_where_a_checkpoint_without_records_has_none(tmp_path):
-    amp, resumed = (make(torchs("AdamW", lr=lr), "O0") for lr in (0.5, 0.25))
+    amp, resumed = (make(torchs("AdamW", lr=lr), "fp32") for lr in (0.5, 0.25))
     train(amp, 0, 1)
     save_without_records(amp, tmp_path)
     load(resumed, tmp_path)
@@ -311,7 +316,7 @@ def test_states_that_a_checkpoint_without_records_lacks_stay_with_a_warning(
     tmp_path, saved_by, caplog
 ):
     """Of an optimizer that took a step, and whose states the checkpoint does not replace."""
-    amp, stepped = make(OPTIMIZERS[saved_by], "O0"), make(torchs("AdamW"), "O0")
+    amp, stepped = make(OPTIMIZERS[saved_by], "fp32"), make(torchs("AdamW"), "fp32")
     train(amp, 0, 1)
     train(stepped, 0, 1)
     save_without_records(amp, tmp_path)
@@ -330,7 +335,7 @@ def test_a_learning_rate_that_a_schedule_lowered_is_in_a_flat_state(tmp_path):
     """Chained schedules go on from the group's rate, also over an optimizer without states."""
 
     def make_scheduled(seed: int) -> tuple[Amp, Any]:
-        amp = make(torchs("SGD", lr=0.5), "O0", seed)
+        amp = make(torchs("SGD", lr=0.5), "fp32", seed)
         return amp, torch.optim.lr_scheduler.ExponentialLR(amp.optimizers[0], 0.5)
 
     (amp, schedule), (resumed, other) = make_scheduled(0), make_scheduled(1)
@@ -350,9 +355,9 @@ def test_a_learning_rate_that_a_schedule_lowered_is_in_a_flat_state(tmp_path):
 
 def test_a_rate_in_a_tensor_stays_in_the_tensor_that_the_group_has(tmp_path):
     """A schedule on the device writes to this very tensor."""
-    amp = make(torchs("AdamW", lr=torch.tensor(0.25)), "O0")
+    amp = make(torchs("AdamW", lr=torch.tensor(0.25)), "fp32")
     rate = torch.tensor(1.0)
-    resumed = make(torchs("AdamW", lr=rate), "O0")
+    resumed = make(torchs("AdamW", lr=rate), "fp32")
     train(amp, 0, 1)
     save(amp, tmp_path)
     load(resumed, tmp_path)
@@ -362,7 +367,7 @@ def test_a_rate_in_a_tensor_stays_in_the_tensor_that_the_group_has(tmp_path):
 
 def test_the_kernel_of_an_optimizer_is_chosen_where_it_is_made(tmp_path):
     """A checkpoint of a fused optimizer loads into one that is not."""
-    amp, resumed = make(torchs("AdamW", fused=True), "O0"), make(torchs("AdamW"), "O0", 1)
+    amp, resumed = make(torchs("AdamW", fused=True), "fp32"), make(torchs("AdamW"), "fp32", 1)
     train(amp, 0, 2)
     save(amp, tmp_path)
     load(resumed, tmp_path)
@@ -376,7 +381,7 @@ def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_groups_that_were_saved_with_different_rates_do_not_become_one(tmp_path):
-    amp, resumed = make(in_two_groups, "O0"), make(torchs("AdamW"), "O0", 1)
+    amp, resumed = make(in_two_groups, "fp32"), make(torchs("AdamW"), "fp32", 1)
     train(amp, 0, 1)
     save(amp, tmp_path)
     before = [p.detach().clone() for p in resumed.model.parameters()]
@@ -391,7 +396,7 @@ def test_groups_may_come_in_another_order(tmp_path):
     def reversed_groups(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": parameters[2:]}, {"params": parameters[:2]}], lr=9.0)
 
-    amp, resumed = make(in_two_groups, "O0"), make(reversed_groups, "O0", 1)
+    amp, resumed = make(in_two_groups, "fp32"), make(reversed_groups, "fp32", 1)
     train(amp, 0, 1)
     save(amp, tmp_path)
     load(resumed, tmp_path)
@@ -428,7 +433,7 @@ class Keeper(torch.optim.Optimizer):
                 p.sub_(group["lr"] * state["momentum"].to(p.dtype) * state["signs"].logical_not())
 
 
-@pytest.mark.parametrize("level", ["O0", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp32", "bf16-O2", "bf16-O3"])
 def test_a_state_keeps_its_own_dtype(tmp_path, level):
     check_resume(tmp_path, Keeper, level)
 
@@ -442,7 +447,7 @@ def test_a_state_keeps_its_own_dtype(tmp_path, level):
     ],
 )
 def test_a_run_of_ranks_resumes(tmp_path, layout, make_optimizer):
-    check_resume(tmp_path, make_optimizer, "O0", layout)
+    check_resume(tmp_path, make_optimizer, "fp32", layout)
 
 
 @on_ranks(4)
@@ -555,13 +560,13 @@ REFUSED_OPTIMIZERS: dict[str, tuple[Make, str]] = {
 def test_what_has_no_name_is_refused_with_the_separate_states(name):
     make_optimizer, text = REFUSED_OPTIMIZERS[name]
     with pytest.raises(ConfigError, match=rf"amp\.flat_state_dict\(\).*{text}.*{SEPARATE}"):
-        make(make_optimizer, "O0").flat_state_dict()
+        make(make_optimizer, "fp32").flat_state_dict()
 
 
 def test_lbfgs_is_refused():
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters())
-    amp = distamp.initialize(model, optimizer, "O0")
+    amp = distamp.initialize(model, optimizer, "fp32")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -576,7 +581,7 @@ def test_lbfgs_is_refused():
 
 def test_a_class_of_a_module_that_is_not_imported_is_refused():
     """A checkpoint imports nothing."""
-    amp = make(torchs("SGD"), "O0")
+    amp = make(torchs("SGD"), "fp32")
     state = amp.flat_state_dict()
     spec = ("os.nowhere", "system", ("codes",), None, (256, 32), (32, 1))
     state["optimizer.hidden.weight"] = ((("momentum", spec),), ())
@@ -599,7 +604,7 @@ def test_layouts_without_names_are_refused_with_the_separate_states(layout):
     else:
         oss = pytest.importorskip("fairscale.optim.oss")
         optimizer = oss.OSS(model.parameters(), optim=torch.optim.AdamW)
-    amp = distamp.initialize(model, optimizer, "O0")
+    amp = distamp.initialize(model, optimizer, "fp32")
     with pytest.raises(ConfigError, match=SEPARATE):
         amp.flat_state_dict()
 
@@ -634,7 +639,7 @@ def replicated(parameter: Any) -> Tensor:
 )
 def test_a_state_without_the_layout_of_its_shards_is_refused(make_optimizer):
     torch.compiler.set_stance("force_eager")
-    amp = make(make_optimizer, "O0", layout="FSDP2")
+    amp = make(make_optimizer, "fp32", layout="FSDP2")
     train(amp, 0, 1)
     with pytest.raises(ConfigError, match=rf"amp\.flat_state_dict\(\) cannot.*{SEPARATE}"):
         amp.flat_state_dict()
@@ -644,10 +649,10 @@ def test_a_state_without_the_layout_of_its_shards_is_refused(make_optimizer):
 @pytest.mark.parametrize("name", ["Adafactor", "torchao AdamW8bit"])
 def test_a_whole_state_is_not_loaded_into_shards(tmp_path, name):
     torch.compiler.set_stance("force_eager")
-    amp = make(OPTIMIZERS[name], "O0", layout="DDP")
+    amp = make(OPTIMIZERS[name], "fp32", layout="DDP")
     train(amp, 0, 1)
     save(amp, tmp_path)
-    sharded = make(OPTIMIZERS[name], "O0", seed=1, layout="FSDP2")
+    sharded = make(OPTIMIZERS[name], "fp32", seed=1, layout="FSDP2")
     with pytest.raises(ConfigError, match=rf"the weight here is a DTensor.*{SEPARATE}"):
         load(sharded, tmp_path)
 
@@ -763,7 +768,7 @@ def equal_and_apart() -> nn.Module:
 @pytest.mark.parametrize("make_model", [replicas, distinct_stage, equal_and_apart])
 def test_equal_copies_and_names_apart_are_saved(make_model):
     model = make_model()
-    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O0")
+    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
     assert len(amp.flat_state_dict()) == 2 * len([*model.parameters()])
 
 
@@ -771,7 +776,7 @@ def test_equal_copies_and_names_apart_are_saved(make_model):
 def test_running_statistics_may_differ_between_replicas():
     """DDP broadcasts those of the first rank in its next forward pass."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O0")
+    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
     model(torch.full((4, 8), float(dist.get_rank())))
     assert "model.1.running_mean" in amp.flat_state_dict()
 
@@ -779,10 +784,10 @@ def test_running_statistics_may_differ_between_replicas():
 @on_ranks(2)
 def test_ranks_that_differ_load_a_checkpoint(tmp_path):
     """Weights are compared where they are saved, not where they are about to be overwritten."""
-    amp = make(torchs("AdamW"), "O0")
+    amp = make(torchs("AdamW"), "fp32")
     train(amp, 0, 1)
     save(amp, tmp_path)
-    other = make(torchs("AdamW"), "O0", seed=1 + dist.get_rank())
+    other = make(torchs("AdamW"), "fp32", seed=1 + dist.get_rank())
     load(other, tmp_path)
     assert_equal(contents(other), contents(amp))
 
@@ -790,7 +795,7 @@ def test_ranks_that_differ_load_a_checkpoint(tmp_path):
 @on_ranks(4)
 def test_an_error_of_one_rank_is_raised_on_every_rank():
     make_optimizer = WithExtraState if dist.get_rank() == 2 else torchs("SGD")
-    amp = make(make_optimizer, "O0")
+    amp = make(make_optimizer, "fp32")
     text = "has 'rounds'" if dist.get_rank() == 2 else "rank 2 refused this call.*has 'rounds'"
     with pytest.raises(ConfigError, match=text):
         amp.flat_state_dict()
@@ -812,7 +817,7 @@ def test_an_infinite_setting_and_nan_travel(tmp_path):
         groups = [{"params": [p], "limit": math.inf, "last": math.nan} for p in parameters]
         return torch.optim.SGD(groups, lr=0.1)
 
-    amp, resumed = make(odd, "O0"), make(torchs("SGD"), "O0", 1)
+    amp, resumed = make(odd, "fp32"), make(torchs("SGD"), "fp32", 1)
     resumed.load_flat_state_dict(amp.flat_state_dict())
     (group,) = resumed.optimizers[0].param_groups
     assert group["limit"] == math.inf

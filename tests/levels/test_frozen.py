@@ -35,7 +35,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def gradients(model: nn.Module, level: str) -> list[Tensor]:
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
-    scale: dict[str, Any] = {"init_scale": 2.0**8} if level in ("O1", "O2") else {}
+    scale: dict[str, Any] = {"init_scale": 2.0**8} if level in ("fp16", "fp16-O2") else {}
     amp = initialize(model, optimizer, level, **scale)
     with amp.autocast():
         logits = amp.model(BATCH[0])
@@ -48,7 +48,7 @@ def gradients(model: nn.Module, level: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
 @pytest.mark.parametrize("base", [F16, BF16])
-@pytest.mark.parametrize("level", ["O1", "bf16"])
+@pytest.mark.parametrize("level", ["fp16", "bf16"])
 def test_a_frozen_half_norm_takes_whatever_a_region_gives_it(kind, base, level):
     """As in a region on CUDA; torch's kernels for the CPU want weights of the input's dtype."""
     model = nn.Sequential(nn.Linear(8, 8), kind().to(base).requires_grad_(False))
@@ -61,8 +61,8 @@ def test_a_frozen_half_norm_takes_whatever_a_region_gives_it(kind, base, level):
 
 
 def test_half_norms_of_a_cast_model_bring_no_lists_which_compiled_code_could_not_follow():
-    model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), "O3")
-    amp = initialize(model, torch.optim.SGD(trained(model), lr=0.1), "O3")
+    model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), "fp16-O3")
+    amp = initialize(model, torch.optim.SGD(trained(model), lr=0.1), "fp16-O3")
     assert amp.autocast().ops is None
 
 
@@ -84,7 +84,7 @@ def dequantized(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("level", "base"),
-    [("O0", F32), ("O1", F32), ("bf16", F32), ("O2", F32), ("bf16-O2", F32)]
+    [("fp32", F32), ("fp16", F32), ("bf16", F32), ("fp16-O2", F32), ("bf16-O2", F32)]
     + [("bf16", BF16), ("bf16-O2", BF16)],
 )
 def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
@@ -105,7 +105,7 @@ def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
         assert (one - other).norm() < EPS[BF16] * one.norm()  # the scales may be cast
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", ["fp32", "fp16-O2"])
 def test_an_int8_base_that_gives_another_dtype_than_the_levels_is_refused(level):
     with pytest.raises(ConfigError, match="take bf16"):
         gradients(quantized(BF16), level)
@@ -155,7 +155,7 @@ def train(amp: Any, steps: range) -> list[float]:
 def reference(dora: bool) -> list[float]:
     """The same in float32, from the weights that the half base has."""
     model = llama_adapted(dora, F32)
-    amp = initialize(model, torch.optim.AdamW(trained(model), lr=0.01), "O0")
+    amp = initialize(model, torch.optim.AdamW(trained(model), lr=0.01), "fp32")
     return train(amp, range(STEPS))
 
 

@@ -64,7 +64,7 @@ def test_after_an_inner_region_the_outer_one_still_pauses(layout):
     if layout == "OSS":
         pytest.importorskip("fairscale")
     model = linear(layout)
-    amp = initialize(model, sgd(model), "O0")
+    amp = initialize(model, sgd(model), "fp32")
     with count_collectives() as paused, amp.no_sync():
         with amp.no_sync():
             backward(amp)
@@ -81,7 +81,7 @@ def test_an_exception_inside_ends_the_pause(layout):
     if layout == "OSS":
         pytest.importorskip("fairscale")
     model = linear(layout)
-    amp = initialize(model, sgd(model), "O0")
+    amp = initialize(model, sgd(model), "fp32")
     with pytest.raises(KeyError), amp.no_sync():
         raise KeyError
     with count_collectives() as after:
@@ -93,7 +93,7 @@ def test_an_exception_inside_ends_the_pause(layout):
 def test_a_region_restores_what_the_user_had_set():
     """HSDP that reduces over its shards alone does so again after the region."""
     model: Any = linear("HSDP")
-    amp = initialize(model, sgd(model), "O0")
+    amp = initialize(model, sgd(model), "fp32")
     model.set_requires_all_reduce(False)
     with amp.no_sync():
         backward(amp)
@@ -106,7 +106,7 @@ def test_a_region_restores_what_the_user_had_set():
 @on_ranks(2)
 def test_a_region_pauses_every_model():
     models = linear("DDP"), linear("FSDP2")
-    amp = initialize(models, [sgd(model) for model in models], "O0")
+    amp = initialize(models, [sgd(model) for model in models], "fp32")
     with count_collectives() as paused, amp.no_sync():
         for model in models:
             backward(amp, model=model)
@@ -118,7 +118,7 @@ def test_a_region_pauses_every_model():
 
 def made(layout: str, level: str) -> Amp:
     """A layer in a layout at a level, whose learning rate is 1."""
-    settings: dict[str, Any] = {"init_scale": 64.0} if level in ("O1", "O2") else {}
+    settings: dict[str, Any] = {"init_scale": 64.0} if level in ("fp16", "fp16-O2") else {}
     kind, _, more = layout.partition(", ")
     if more == "policy":
         model: Any = nn.Linear(4, 2, bias=False)
@@ -138,18 +138,18 @@ def made(layout: str, level: str) -> Amp:
 @pytest.mark.parametrize(
     ("layout", "level", "set_to_none"),
     [
-        ("DDP", "O0", False),
-        ("FSDP1", "O0", True),
-        ("FSDP1, flat", "O0", False),
-        ("FSDP2", "O0", True),
-        ("FSDP2", "O0", False),
-        ("FSDP2", "O1", True),
-        ("FSDP2 offload", "O1", True),
+        ("DDP", "fp32", False),
+        ("FSDP1", "fp32", True),
+        ("FSDP1, flat", "fp32", False),
+        ("FSDP2", "fp32", True),
+        ("FSDP2", "fp32", False),
+        ("FSDP2", "fp16", True),
+        ("FSDP2 offload", "fp16", True),
         ("HSDP", "bf16", True),
         ("FSDP2, policy", "bf16", True),
         ("FSDP2, policy", "bf16-O2", False),
         ("FSDP2, cast", "bf16-O2", True),
-        ("FSDP2, cast", "O2", False),
+        ("FSDP2, cast", "fp16-O2", False),
         ("FSDP2, int8", "bf16", True),
         ("DDP, int8", "bf16", False),
     ],
@@ -170,7 +170,7 @@ def test_zero_grad_drops_a_window_that_was_given_up(layout, level, set_to_none):
 @on_ranks(4)
 def test_zero_grad_drops_what_is_reduced_over_the_shards_alone():
     model: Any = linear("HSDP")
-    amp = initialize(model, sgd(model), "O0")
+    amp = initialize(model, sgd(model), "fp32")
     model.set_requires_all_reduce(False)
     backward(amp, 10.0)
     model.set_requires_all_reduce(True)
@@ -207,7 +207,7 @@ def test_a_dropped_gradient_becomes_zeros_or_none_as_a_reduced_one_does(layout, 
     else:
         fully_shard(model, mesh=mesh((2,), ("shard",)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
-    amp = initialize(model, optimizer, "O0")
+    amp = initialize(model, optimizer, "fp32")
     before = whole(model)[2]
     with amp.no_sync():
         amp.backward(amp.model(torch.ones(2, 8), True).square().mean())
@@ -268,7 +268,7 @@ def train_static(static: bool, parts: int) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = DistributedDataParallel(net, static_graph=static)
-    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O0")
+    amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
         amp.zero_grad()
@@ -295,7 +295,7 @@ def test_a_static_graph_trains_as_another_one_does(parts):
 @on_ranks(2)
 def test_a_static_graph_pauses_once_it_was_reduced():
     model = DistributedDataParallel(nn.Linear(4, 2, bias=False), static_graph=True)
-    amp = initialize(model, sgd(model), "O0")
+    amp = initialize(model, sgd(model), "fp32")
     backward(amp)
     with count_collectives() as paused, amp.no_sync():
         backward(amp)

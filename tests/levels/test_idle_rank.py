@@ -18,7 +18,7 @@ def stage(level: str, optimizers: int = 1, frozen: int = 0) -> Amp:
     model = nn.Linear(8, 8)
     model.requires_grad_(dist.get_rank() != frozen)
     trained = [torch.optim.AdamW([param], eps=1e-3) for param in model.parameters()][:optimizers]
-    settings: dict[str, Any] = {"init_scale": 64.0} if level in ("O1", "O2") else {}
+    settings: dict[str, Any] = {"init_scale": 64.0} if level in ("fp16", "fp16-O2") else {}
     given = [] if dist.get_rank() == frozen else trained
     return initialize(model, given, level, **settings)
 
@@ -33,7 +33,7 @@ def backward(amp: Amp, fault: bool = False) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize(("level", "optimizers"), [("bf16", 2), ("O1", 1), ("O2", 1)])
+@pytest.mark.parametrize(("level", "optimizers"), [("bf16", 2), ("fp16", 1), ("fp16-O2", 1)])
 def test_it_steps_and_skips_with_the_others(level, optimizers, frozen):
     amp = stage(level, optimizers, frozen)
     idle = dist.get_rank() == frozen
@@ -46,7 +46,7 @@ def test_it_steps_and_skips_with_the_others(level, optimizers, frozen):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", ["bf16", "O1"])
+@pytest.mark.parametrize("level", ["bf16", "fp16"])
 def test_it_takes_part_in_a_clip_and_in_a_step_by_the_norm(level):
     amp = stage(level)
     norms = []

@@ -28,16 +28,16 @@ HALF, FULL = torch.float16, torch.float32
 
 
 LAYOUTS = {
-    "plain": ("O1", "O2", "O3", "bf16"),
-    "DDP": ("O1", "O2", "O3", "bf16"),
-    "DDP, fp16 hook": ("O1", "bf16"),
+    "plain": ("fp16", "fp16-O2", "fp16-O3", "bf16"),
+    "DDP": ("fp16", "fp16-O2", "fp16-O3", "bf16"),
+    "DDP, fp16 hook": ("fp16", "bf16"),
     "DDP, int8 hook": ("bf16",),
-    "ZeRO": ("O1", "O3", "bf16"),
-    "OSS": ("O1", "O3", "bf16"),
-    "FSDP1": ("O1", "O3", "bf16"),
-    "FSDP2": ("O1", "O2", "O3", "bf16"),
-    "FSDP1, policy": ("O2",),
-    "FSDP2, policy": ("O2",),
+    "ZeRO": ("fp16", "fp16-O3", "bf16"),
+    "OSS": ("fp16", "fp16-O3", "bf16"),
+    "FSDP1": ("fp16", "fp16-O3", "bf16"),
+    "FSDP2": ("fp16", "fp16-O2", "fp16-O3", "bf16"),
+    "FSDP1, policy": ("fp16-O2",),
+    "FSDP2, policy": ("fp16-O2",),
 }
 
 
@@ -66,7 +66,7 @@ def train(amp: Amp, layout: str) -> tuple[list[float], list[bool], list[Tensor]]
 def trained(layout: str, level: str) -> Any:
     amp = made_in(layout, level)
     # Of a wrapper that casts, the float32 shards are the masters.
-    assert bool(amp.masters) is (level == "O2" and "policy" not in layout)
+    assert bool(amp.masters) is (level == "fp16-O2" and "policy" not in layout)
     found = *train(amp, layout), amp.scaler.get_scale()
     breaches = amp.check(lambda: nets.train(amp, [share(next(batches(1)), layout)], 0.5))
     assert not breaches, str(breaches)
@@ -96,7 +96,13 @@ def test_a_layout_trains_and_skips_as_one_process_does(alone, layout, level):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("layout", "level"),
-    [("DDP", "O1"), ("FSDP1", "O1"), ("FSDP2", "O1"), ("DDP", "O2"), ("FSDP2, policy", "O2")],
+    [
+        ("DDP", "fp16"),
+        ("FSDP1", "fp16"),
+        ("FSDP2", "fp16"),
+        ("DDP", "fp16-O2"),
+        ("FSDP2, policy", "fp16-O2"),
+    ],
 )
 def test_accumulating_without_syncing_comes_to_the_same_and_sends_less(layout, level):
     """One step in two microbatches, the first without syncing, beside syncing both."""
@@ -118,16 +124,16 @@ def test_accumulating_without_syncing_comes_to_the_same_and_sends_less(layout, l
 
 @on_ranks(4)
 def test_copies_of_shards_count_once_in_the_norm(alone):
-    """At O1, sharded over two ranks; a hook averages two such copies."""
+    """At fp16, sharded over two ranks; a hook averages two such copies."""
     over = mesh((2, 2), ("replicate", "shard"))
     model: Any = net(batchnorm=False)
     for part in (model.hidden, model):
         fully_shard(part, mesh=over["shard"])
     replicas = over["replicate"].get_group()
     settings: dict[str, Any] = {"comm_hook": "fp16", "replicas": replicas, "init_scale": SCALE}
-    norms, taken, parameters = train(initialize(model, adam(model), "O1", **settings), "FSDP2")
-    assert (norms, taken) == (pytest.approx(alone["O1"][0], rel=0.01), alone["O1"][1])
-    torch.testing.assert_close(parameters, alone["O1"][2], rtol=0, atol=0.01)
+    norms, taken, parameters = train(initialize(model, adam(model), "fp16", **settings), "FSDP2")
+    assert (norms, taken) == (pytest.approx(alone["fp16"][0], rel=0.01), alone["fp16"][1])
+    torch.testing.assert_close(parameters, alone["fp16"][2], rtol=0, atol=0.01)
 
 
 @on_ranks(2)
@@ -143,14 +149,14 @@ def test_a_hook_that_was_registered_by_hand_is_attached(layout):
 @on_ranks(2)
 def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
     """A second pass through one graph; and a GAN's way, where each forward has one pass."""
-    amp, (context, following) = made_in("DDP", "O1"), next(batches(1))
+    amp, (context, following) = made_in("DDP", "fp16"), next(batches(1))
     logits = amp.model(context)
     amp.backward(loss_of(logits, following), retain_graph=True)
     with pytest.raises(CallOrderError, match="Add the losses up"):
         amp.backward(logits.float().square().mean())
     generator, judge = (DistributedDataParallel(net(seed, batchnorm=False)) for seed in (0, 1))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge)]
-    amp = initialize([generator, judge], optimizers, "O1", init_scale=SCALE)
+    amp = initialize([generator, judge], optimizers, "fp16", init_scale=SCALE)
     for context, following in batches(3):
         amp.zero_grad()
         made_up = generator(context)
@@ -163,14 +169,14 @@ def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
 
 @on_ranks(2)
 def test_passes_that_ddps_own_no_sync_does_not_reduce_may_be_two():
-    amp, (context, following) = made_in("DDP", "O1"), next(batches(1))
+    amp, (context, following) = made_in("DDP", "fp16"), next(batches(1))
     with amp.model.no_sync():  # type: ignore[operator]
         logits = amp.model(context)
         amp.backward(loss_of(logits, following), retain_graph=True)
         amp.backward(logits.float().square().mean())
 
 
-LEVELS = ("O1", "O2", "O3", "bf16", "bf16-O2", "bf16-O3")
+LEVELS = ("fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", "bf16-O3")
 
 
 class TimedBlock(nn.Module):
@@ -202,7 +208,9 @@ class Diffusion(nn.Module):
     ("layout", "level"),
     [
         *((layout, level) for layout in ("plain", "DDP", "FSDP2") for level in LEVELS),
-        *(("FSDP1", level) for level in LEVELS if "O2" not in level),  # FSDP1 casts by a policy
+        *(
+            ("FSDP1", level) for level in LEVELS if "fp16-O2" not in level
+        ),  # FSDP1 casts by a policy
     ],
 )
 def test_a_pinned_block_returns_the_models_dtype_beside_a_float32_timestep(layout, level):

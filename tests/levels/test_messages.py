@@ -20,7 +20,7 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("level", "scaler"),
     [
-        ("O1", "<DistGradScaler of 1 rank at loss scale 65536: AdamW 0 steps taken, 0 skipped>"),
+        ("fp16", "<DistGradScaler of 1 rank at loss scale 65536: AdamW 0 steps taken, 0 skipped>"),
         ("bf16", "<StepGuard of 1 rank: AdamW 0 steps taken, 0 skipped>"),
     ],
 )
@@ -44,7 +44,7 @@ def test_a_model_and_an_optimizer_in_the_other_order_are_told_the_order(swapped)
 
 @on_ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["fp16", "fp16-O2"])
 def test_a_backward_pass_of_an_unscaled_loss_names_amp_backward(level, world):
     model, optimizer = _trained()
     amp = initialize(model, optimizer, level)

@@ -62,52 +62,55 @@ def twice() -> Any:
     """A notebook's cell that is run again."""
     model = net()
     optimizer = sgd(model)
-    initialize(model, optimizer, "O2")
-    return tried(model, "O2", optimizer)
+    initialize(model, optimizer, "fp16-O2")
+    return tried(model, "fp16-O2", optimizer)
 
 
 PINS = {"no*": "fp32", "output": "fp32:keep_output"}
 GATHERED = PrecisionLevel.from_name("fp8").replace(float8_all_gather=True)
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown level": (lambda: tried(net(), "O4"), "must be one of"),
-    "batch norms at O1": (
-        lambda: tried(net(), "O1", keep_batchnorm_fp32=True),
-        "contradicts O1",
+    "batch norms at fp16": (
+        lambda: tried(net(), "fp16", keep_batchnorm_fp32=True),
+        "contradicts fp16",
     ),
     "masters of what is held elsewhere": (
-        lambda: tried(model := net(), "O2", torch.optim.LBFGS(model.parameters())),
+        lambda: tried(model := net(), "fp16-O2", torch.optim.LBFGS(model.parameters())),
         "LBFGS holds its parameters in '_params'",
     ),
-    "masters at O1": (lambda: tried(net(), "O1", master_weights=True), "float32 already"),
-    "negative scale": (lambda: tried(net(), "O2", loss_scale=-1.0), "a number > 0"),
+    "masters at fp16": (lambda: tried(net(), "fp16", master_weights=True), "float32 already"),
+    "negative scale": (lambda: tried(net(), "fp16-O2", loss_scale=-1.0), "a number > 0"),
     "two scales": (
-        lambda: tried(net(), "O2", loss_scale=128.0, init_scale=4.0),
+        lambda: tried(net(), "fp16-O2", loss_scale=128.0, init_scale=4.0),
         "the constant 128",
     ),
-    "a scale at O0": (lambda: tried(net(), "O0", init_scale=4.0), "loss_scale='dynamic'"),
-    "a half base at O0": (lambda: tried(adapted(HALF), "O0"), "take bf16 or O1, or O2"),
-    "a bfloat16 base at O2": (lambda: tried(adapted(torch.bfloat16), "O2"), "or bf16-O2"),
-    "a float16 base at bf16-O3": (lambda: tried(adapted(HALF), "bf16-O3"), "or O2"),
-    "another half's batch norm": (lambda: tried(adapted(torch.bfloat16), "O1"), "batch norms in"),
-    "half at O0": (lambda: tried(net().half(), "O0"), "model.half"),
-    "half at O1": (lambda: tried(net().half(), "O1"), "model.half"),
+    "a scale at fp32": (lambda: tried(net(), "fp32", init_scale=4.0), "loss_scale='dynamic'"),
+    "a half base at fp32": (lambda: tried(adapted(HALF), "fp32"), "take bf16 or fp16, or fp16-O2"),
+    "a bfloat16 base at fp16-O2": (lambda: tried(adapted(torch.bfloat16), "fp16-O2"), "or bf16-O2"),
+    "a float16 base at bf16-O3": (lambda: tried(adapted(HALF), "bf16-O3"), "or fp16-O2"),
+    "another half's batch norm": (lambda: tried(adapted(torch.bfloat16), "fp16"), "batch norms in"),
+    "half at fp32": (lambda: tried(net().half(), "fp32"), "model.half"),
+    "half at fp16": (lambda: tried(net().half(), "fp16"), "model.half"),
     "bfloat16 at bf16": (lambda: tried(net().bfloat16(), "bf16"), "leave out model."),
     "initialize twice": (twice, "go on with what that returned"),
-    "another's optimizer": (lambda: tried(net(), "O1", sgd(net())), "do not belong"),
-    "cast for O2": (lambda: tried(cast_model(net(), "O2"), "O3"), "give both the same"),
-    "a hook alone": (lambda: tried(net(), "O1", comm_hook="fp16"), "needs a wrapper"),
+    "another's optimizer": (lambda: tried(net(), "fp16", sgd(net())), "do not belong"),
+    "cast for fp16-O2": (
+        lambda: tried(cast_model(net(), "fp16-O2"), "fp16-O3"),
+        "give both the same",
+    ),
+    "a hook alone": (lambda: tried(net(), "fp16", comm_hook="fp16"), "needs a wrapper"),
     "replicas alone": (
-        lambda: tried(net(), "O1", replicas=dist.ProcessGroup(0, 1)),
+        lambda: tried(net(), "fp16", replicas=dist.ProcessGroup(0, 1)),
         "communication hook",
     ),
-    "no parameters": (lambda: tried(nn.ReLU(), "O1", sgd(net())), "nothing to train"),
-    "eps at O3": (
-        lambda: tried(model := net(), "O3", torch.optim.Adam(model.parameters())),
+    "no parameters": (lambda: tried(nn.ReLU(), "fp16", sgd(net())), "nothing to train"),
+    "eps at fp16-O3": (
+        lambda: tried(model := net(), "fp16-O3", torch.optim.Adam(model.parameters())),
         "eps=1e-08",
     ),
-    "one eps of two at O3": (
+    "one eps of two at fp16-O3": (
         lambda: tried(
-            model := net(), "O3", torch.optim.Adafactor(model.parameters(), eps=(1e-30, 1e-3))
+            model := net(), "fp16-O3", torch.optim.Adafactor(model.parameters(), eps=(1e-30, 1e-3))
         ),
         "eps=1e-30",
     ),
@@ -117,24 +120,24 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a state of what has no name": (
         lambda: initialize(
-            model := net(), sgd(nn.ParameterList([*model.parameters(), torch.ones(1)])), "O0"
+            model := net(), sgd(nn.ParameterList([*model.parameters(), torch.ones(1)])), "fp32"
         ).flat_state_dict(),
         "no model of initialize",
     ),
     "a model that is pinned as a whole": (
-        lambda: cast_model(set_module_precision(net(), "fp32"), "O2"),
-        "take O0",
+        lambda: cast_model(set_module_precision(net(), "fp32"), "fp16-O2"),
+        "take fp32",
     ),
     "a pattern of nothing": (
         lambda: tried(net(), "bf16", module_precision={"*.nrom": "fp32"}),
         "'norm'",
     ),
     "a pattern of nothing in a cast": (
-        lambda: cast_model(net(), "O2", module_precision={"*.nrom": "fp32"}),
+        lambda: cast_model(net(), "fp16-O2", module_precision={"*.nrom": "fp32"}),
         "pattern '*.nrom', which no module's name matches",
     ),
     "a pin to fp64": (
-        lambda: tried(net(), "O2", module_precision={"norm": "fp64"}),
+        lambda: tried(net(), "fp16-O2", module_precision={"norm": "fp64"}),
         "'norm': 'fp64'",
     ),
     "pins without precisions": (
@@ -142,7 +145,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         "map patterns",
     ),
     "cast with other pins": (
-        lambda: tried(cast_model(net(), "O2", module_precision={"hidden": "fp32"}), "O2"),
+        lambda: tried(cast_model(net(), "fp16-O2", module_precision={"hidden": "fp32"}), "fp16-O2"),
         "give both the same",
     ),
     "cast for fp8": (lambda: tried(cast_model(net(), "fp8"), "bf16"), "cast for fp8"),
@@ -179,7 +182,7 @@ def test_a_setting_that_cannot_work(case):
         ("cast_model_type", "level"),
         ("patch_torch_functions", "patched"),
         ("cast_model_outputs", "replaced"),
-        ("enabled", "opt_level='O0'"),
+        ("enabled", "opt_level='fp32'"),
         ("hard_override", "overridden"),
         ("verbosity", "printed"),
         ("num_losses", "share one scale"),
@@ -191,7 +194,7 @@ def test_a_setting_that_cannot_work(case):
 )
 def test_what_apex_or_a_scaler_takes_and_this_does_not_names_its_replacement(name, hint):
     with pytest.raises(TypeError, match=hint):
-        initialize(net(), None, "O1", **{name: 1})
+        initialize(net(), None, "fp16", **{name: 1})
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_what_apex_or_a_scaler_takes_and_this_does_not_names_its_replacement(nam
 )
 def test_what_is_neither_model_nor_optimizer(models, optimizers, says):
     with pytest.raises(TypeError, match=says):
-        initialize(models, optimizers, "O1")
+        initialize(models, optimizers, "fp16")
 
 
 def shard() -> Any:
@@ -234,7 +237,7 @@ def flat(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def early_optimizer() -> Any:
     model = net(batchnorm=False)
     optimizer = sgd(model)
-    return tried(fully_shard(model, mesh=shard()), "O1", optimizer)  # type: ignore[arg-type]
+    return tried(fully_shard(model, mesh=shard()), "fp16", optimizer)  # type: ignore[arg-type]
 
 
 def plain() -> nn.Module:
@@ -242,75 +245,77 @@ def plain() -> nn.Module:
 
 
 def half() -> nn.Module:
-    return cast_model(plain(), "O2")
+    return cast_model(plain(), "fp16-O2")
 
 
 ORDER = "the order is cast_model(model, '{}'), {}, the optimizer"
 FSDP1 = "mixed_precision=MixedPrecision(param_dtype=torch.float16)"
 FSDP2 = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)"
-OTHERS = "Take O1, which needs no masters, or fully_shard in its place"
+OTHERS = "Take fp16, which needs no masters, or fully_shard in its place"
 GATHERS = "' is to compute in fp32, and {} gathers"
 FP8_ORDER = "order is cast_model(model, 'fp8'), {}"
 ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     "DDP before the cast": (
-        lambda: tried(DistributedDataParallel(net()), "O2"),
-        ORDER.format("O2", "DistributedDataParallel"),
+        lambda: tried(DistributedDataParallel(net()), "fp16-O2"),
+        ORDER.format("fp16-O2", "DistributedDataParallel"),
     ),
     "FSDP1 before the cast": (
-        lambda: tried(flat(plain()), "O3"),
-        ORDER.format("O3", "FullyShardedDataParallel"),
+        lambda: tried(flat(plain()), "fp16-O3"),
+        ORDER.format("fp16-O3", "FullyShardedDataParallel"),
     ),
     "a part sharded before the cast": (
-        lambda: tried(partly(plain()), "O3"),
-        ORDER.format("O3", "fully_shard"),
+        lambda: tried(partly(plain()), "fp16-O3"),
+        ORDER.format("fp16-O3", "fully_shard"),
     ),
     "cast_model after DDP": (
-        lambda: cast_model(DistributedDataParallel(net()), "O2"),
+        lambda: cast_model(DistributedDataParallel(net()), "fp16-O2"),
         "cast_model(model, level), then the wrapper",
     ),
-    "cast and wrapped for O2": (
-        lambda: tried(DistributedDataParallel(half()), "O3"),
+    "cast and wrapped for fp16-O2": (
+        lambda: tried(DistributedDataParallel(half()), "fp16-O3"),
         "give both the same",
     ),
     "the optimizer before fully_shard": (early_optimizer, "make the optimizer after it"),
-    "masters in FSDP1": (lambda: tried(flat(half()), "O2"), FSDP1),
+    "masters in FSDP1": (lambda: tried(flat(half()), "fp16-O2"), FSDP1),
     "one unit of two dtypes": (
-        lambda: tried(fully_shard(cast_model(net(), "O2"), mesh=shard()), "O2"),  # type: ignore[arg-type]
+        lambda: tried(fully_shard(cast_model(net(), "fp16-O2"), mesh=shard()), "fp16-O2"),  # type: ignore[arg-type]
         "call fully_shard first on what stays as it is, such as 'norm'",
     ),
     "FSDP2 before the cast": (
-        lambda: tried(fully_shard(plain(), mesh=shard()), "O2"),  # type: ignore[arg-type]
+        lambda: tried(fully_shard(plain(), mesh=shard()), "fp16-O2"),  # type: ignore[arg-type]
         "it was given none: pass fully_shard " + FSDP2 + ", or call cast_model() before it",
     ),
-    "a part in FSDP2 before the cast": (lambda: tried(partly(plain()), "O2"), FSDP2),
-    "masters in ZeRO": (lambda: made_in("ZeRO", "O2"), OTHERS),
-    "masters in OSS": (lambda: made_in("OSS", "O2"), OTHERS),
-    "a policy at O1": (lambda: tried(casting(plain()), "O1"), "or take O2"),
+    "a part in FSDP2 before the cast": (lambda: tried(partly(plain()), "fp16-O2"), FSDP2),
+    "masters in ZeRO": (lambda: made_in("ZeRO", "fp16-O2"), OTHERS),
+    "masters in OSS": (lambda: made_in("OSS", "fp16-O2"), OTHERS),
+    "a policy at fp16": (lambda: tried(casting(plain()), "fp16"), "or take fp16-O2"),
     "a policy of float32": (
-        lambda: tried(flat(plain(), FULL), "O1"),
+        lambda: tried(flat(plain(), FULL), "fp16"),
         "computes in torch.float32",
     ),
-    "a policy at O3": (lambda: tried(casting(plain()), "O3"), "keeps float32 parameters"),
-    "policy and cast": (lambda: tried(casting(half()), "O2"), "nothing would be stepped"),
-    "batch norm in a policy": (lambda: tried(casting(net()), "O2"), "'norm' to torch.float16"),
+    "a policy at fp16-O3": (lambda: tried(casting(plain()), "fp16-O3"), "keeps float32 parameters"),
+    "policy and cast": (lambda: tried(casting(half()), "fp16-O2"), "nothing would be stepped"),
+    "batch norm in a policy": (lambda: tried(casting(net()), "fp16-O2"), "'norm' to torch.float16"),
     "batch norm in FSDP1": (
-        lambda: tried(flat(net(), HALF), "O2"),
+        lambda: tried(flat(net(), HALF), "fp16-O2"),
         "wrap each batch norm by itself first",
     ),
     "pins in FSDP1": (
-        lambda: tried(flat(plain(), HALF), "O2", module_precision=PINS),
+        lambda: tried(flat(plain(), HALF), "fp16-O2", module_precision=PINS),
         "'norm" + GATHERS.format("FullyShardedDataParallel"),
     ),
     "pins in FSDP2": (
         lambda: tried(
-            wrapped(nn.Sequential(plain()), "FSDP2", HALF, ""), "O2", module_precision={"0": "fp32"}
+            wrapped(nn.Sequential(plain()), "FSDP2", HALF, ""),
+            "fp16-O2",
+            module_precision={"0": "fp32"},
         ),
         "'0" + GATHERS.format("fully_shard"),
     ),
     "other pins than it was cast with": (
         lambda: tried(
-            DistributedDataParallel(cast_model(plain(), "O2", module_precision=PINS)),
-            "O2",
+            DistributedDataParallel(cast_model(plain(), "fp16-O2", module_precision=PINS)),
+            "fp16-O2",
             module_precision={"norm": "fp32"},
         ),
         "give both the same",
@@ -336,15 +341,15 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         "pattern '*.nrom', which no module's name matches on any rank",
     ),
     "output_dtype of every unit": (
-        lambda: tried(float32_outputs(plain()), "O2"),
+        lambda: tried(float32_outputs(plain()), "fp16-O2"),
         "'hidden' to torch.float32 (output_dtype of its policy), and 'norm'",
     ),
     "output_dtype of every unit of HSDP": (
-        lambda: tried(float32_outputs(plain(), hsdp=True), "O2"),
+        lambda: tried(float32_outputs(plain(), hsdp=True), "fp16-O2"),
         "Pass output_dtype to the root alone: MixedPrecisionPolicy(param_dtype=torch.float16)",
     ),
     "a flat state of FSDP1": (
-        lambda: initialize(model := flat(nn.Linear(4, 4)), sgd(model), "O0").flat_state_dict(),
+        lambda: initialize(model := flat(nn.Linear(4, 4)), sgd(model), "fp32").flat_state_dict(),
         "fully_shard",
     ),
     "DDP before fp8": (

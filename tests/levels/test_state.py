@@ -25,7 +25,7 @@ def made(level: str | PrecisionLevel, seed: int = 0, **overrides: Any) -> Amp:
     return initialize(model, adam(model), level, **overrides)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "bf16", "bf16-O2", SPLIT])
+@pytest.mark.parametrize("level", ["fp32", "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", SPLIT])
 def test_a_resumed_run_goes_on_to_the_bit(level):
     amp = made(level)
     train(amp, BATCHES[:3])
@@ -40,7 +40,7 @@ def test_a_resumed_run_goes_on_to_the_bit(level):
 
 def test_credit_for_overflows_goes_on_from_a_state():
     schedule = HysteresisLossScale(hysteresis=3, min_scale=2.0)
-    amp, resumed = made("O1", loss_scale=schedule), made("O1", loss_scale=schedule)
+    amp, resumed = made("fp16", loss_scale=schedule), made("fp16", loss_scale=schedule)
     backward(amp, BATCHES[0], torch.inf)
     assert not amp.step()
     resumed.load_state_dict(amp.state_dict())
@@ -64,7 +64,7 @@ TORCHS = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=77).state
     ids=["Apex's", "Apex's of two losses", "torch's"],
 )
 def test_the_state_of_another_library_is_read(state, scale, tracker, interval):
-    amp = made("O2")
+    amp = made("fp16-O2")
     amp.load_state_dict(state)
     found = amp.scaler.state_dict()
     keys = ("scale", "_growth_tracker", "growth_interval")
@@ -72,7 +72,7 @@ def test_the_state_of_another_library_is_read(state, scale, tracker, interval):
 
 
 def test_a_run_can_go_on_at_another_level():
-    first, second = made("O0"), made("O2", seed=1)
+    first, second = made("fp32"), made("fp16-O2", seed=1)
     train(first, BATCHES[:3])
     second.model.load_state_dict(first.model.state_dict())
     second.load_state_dict(first.state_dict())
@@ -90,13 +90,18 @@ STATIC = {"loss_scale": 128.0}
 @pytest.mark.parametrize(
     ("before", "after", "scale", "kind"),
     [
-        (("O3", {}), ("O2", {}), 65536.0, "dynamic"),
-        (("O1", {}), ("O3", {}), 1.0, "static"),
-        (("O1", {}), ("O2", {}), 4.0, "dynamic"),
-        (("O2", {}), ("O2", STATIC), 128.0, "static"),
-        (("O2", STATIC), ("O2", {}), 65536.0, "dynamic"),
-        (("O2", STATIC), ("O2", {"loss_scale": 64.0}), 64.0, "static"),
-        (("O1", {}), ("O2", {"schedule": HysteresisLossScale(hysteresis=3)}), 4.0, "hysteresis"),
+        (("fp16-O3", {}), ("fp16-O2", {}), 65536.0, "dynamic"),
+        (("fp16", {}), ("fp16-O3", {}), 1.0, "static"),
+        (("fp16", {}), ("fp16-O2", {}), 4.0, "dynamic"),
+        (("fp16-O2", {}), ("fp16-O2", STATIC), 128.0, "static"),
+        (("fp16-O2", STATIC), ("fp16-O2", {}), 65536.0, "dynamic"),
+        (("fp16-O2", STATIC), ("fp16-O2", {"loss_scale": 64.0}), 64.0, "static"),
+        (
+            ("fp16", {}),
+            ("fp16-O2", {"schedule": HysteresisLossScale(hysteresis=3)}),
+            4.0,
+            "hysteresis",
+        ),
     ],
 )
 def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
@@ -108,14 +113,14 @@ def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
 
 
 def test_another_version_and_a_copy_are_refused():
-    amp = made("O1")
+    amp = made("fp16")
     with pytest.raises(ConfigError, match="version"):
         amp.load_state_dict({**amp.state_dict(), "version": 99})
     with pytest.raises(CallOrderError, match="copied"):
         copy.deepcopy(amp)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "bf16", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp32", "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2"])
 @pytest.mark.parametrize(
     ("state", "given"),
     [({"model": 2}, "the keys 'model'"), ({}, "no keys")],
@@ -126,7 +131,7 @@ def test_a_dict_that_is_no_state_is_refused_at_every_level(level, state, given):
         made(level).load_state_dict(state)
 
 
-@pytest.mark.parametrize("level", ["O0", "bf16", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp32", "bf16", "bf16-O2"])
 def test_states_of_a_guard_a_scaler_and_apex_load_without_a_loss_scale(level):
     amp = made(level)
     for state in (
@@ -152,8 +157,14 @@ def load(amp: Amp, path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        *[("O0", "O0"), ("O0", "O2"), ("O2", "bf16"), ("O2", "O2"), ("fp8", "bf16")],
-        *[("bf16", "fp8"), ("O0", SPLIT), (SPLIT, SPLIT), (SPLIT, "bf16-O2")],
+        *[
+            ("fp32", "fp32"),
+            ("fp32", "fp16-O2"),
+            ("fp16-O2", "bf16"),
+            ("fp16-O2", "fp16-O2"),
+            ("fp8", "bf16"),
+        ],
+        *[("bf16", "fp8"), ("fp32", SPLIT), (SPLIT, SPLIT), (SPLIT, "bf16-O2")],
     ],
 )
 def test_any_level_has_what_another_stepped(tmp_path, before, after):
@@ -181,7 +192,7 @@ def test_any_level_has_what_another_stepped(tmp_path, before, after):
 def test_a_load_that_lacks_optimizer_states_warns_and_leaves_the_optimizer_unchanged(
     tmp_path, caplog
 ):
-    saved, fresh = made("O2"), made("O2", seed=1)
+    saved, fresh = made("fp16-O2"), made("fp16-O2", seed=1)
     saved.optimizers[0].param_groups[0]["lr"] = 0.5
     train(saved, BATCHES[:1])
     dcp.save(saved.flat_state_dict(), checkpoint_id=tmp_path)
@@ -196,7 +207,7 @@ def test_a_load_that_lacks_optimizer_states_warns_and_leaves_the_optimizer_uncha
     assert fresh.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("level", ["bf16", "O2", SPLIT])
+@pytest.mark.parametrize("level", ["bf16", "fp16-O2", SPLIT])
 def test_weights_of_another_dict_are_copied_and_those_that_it_lacks_told(level, caplog):
     """As of one that torch.load returned."""
     saved, fresh = made(level), made(level, seed=1)

@@ -30,7 +30,7 @@ def amp_in(layout: str, level: str = "bf16") -> Amp:
     else:
         model = wrapped(model, layout, None, "")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: dict[str, Any] = {"init_scale": 64.0} if level == "O1" else {}
+    settings: dict[str, Any] = {"init_scale": 64.0} if level == "fp16" else {}
     return initialize(model, optimizer, level, **settings)
 
 
@@ -45,10 +45,10 @@ def backward(amp: Amp) -> None:
     ("layout", "level", "max_norm"),
     [
         ("DDP", "bf16", None),
-        ("DDP", "O1", 1.0),
+        ("DDP", "fp16", 1.0),
         ("FSDP1", "bf16", 1.0),
         ("FSDP2", "bf16", 1.0),
-        ("FSDP2", "O1", None),
+        ("FSDP2", "fp16", None),
         ("HSDP", "bf16", None),
     ],
 )
@@ -113,7 +113,7 @@ def half_base(level: str, dtype: torch.dtype, wrap: Callable[[Any], Any]) -> Amp
     model[0].to(dtype).requires_grad_(False)
     model = wrap(cast_model(model, level))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: dict[str, Any] = {"init_scale": 64.0} if level == "O1" else {}
+    settings: dict[str, Any] = {"init_scale": 64.0} if level == "fp16" else {}
     return initialize(model, optimizer, level, **settings)
 
 
@@ -134,8 +134,8 @@ def first_layer(amp: Amp) -> nn.Module:
     [
         ("bf16", torch.bfloat16),
         ("bf16", torch.float16),
-        ("O1", torch.bfloat16),
-        ("O1", torch.float16),
+        ("fp16", torch.bfloat16),
+        ("fp16", torch.float16),
         ("fp8", torch.bfloat16),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_frozen_stage_of_a_pipeline_steps_and_skips_with_the_others(split):
     assert stage.weight.tolist() == [[-3.0 if rank == 1 else -1.0] * 4]
 
 
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 def test_a_group_of_half_precision_that_comes_to_an_optimizer_of_fp32_norms_gets_masters(level):
     """As gradual unfreezing does by add_param_group; SGD in half precision would lose 1e-4."""
     model = cast_model(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1, bias=False)), level)

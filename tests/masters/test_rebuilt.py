@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adagrad": torch.optim.Adagrad,  # makes its state before a step
 }
 LEVELS: dict[str, tuple[str, Any]] = {
-    "O2": ("O2", None),
+    "fp16-O2": ("fp16-O2", None),
     "bf16-O2": ("bf16-O2", None),
     "split": ("bf16-O2", "split"),
 }
@@ -61,7 +61,7 @@ def test_a_run_that_resumes_without_its_masters_warns_once(level, name):
         _step(amp)
     _step(amp)
     (message,) = caught
-    parts = "1 part in 2,048" if level == "O2" else "1 part in 256"
+    parts = "1 part in 2,048" if level == "fp16-O2" else "1 part in 256"
     for words in ("masters of 2 parameters were rebuilt", parts, "Save amp.state_dict()"):
         assert words in str(message.message)
     assert message.filename == __file__

@@ -81,7 +81,7 @@ def test_exceptions_are_by_pattern_and_the_last_that_matches_counts():
 LINEAR = ("blocks.0", "blocks.0.down", "blocks.0.out", "blocks.0.qkv", "blocks.0.up")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp16", "fp16-O2", "bf16-O2", "bf16-O3"])
 def test_pins_by_the_caller_and_the_models_owner_are_part_of_a_levels_contract(level):
     model = Net(batch_norm=True)
     model._keep_in_fp32_modules = ["down"]  # as transformers has it
@@ -120,8 +120,10 @@ class Backbone(nn.Module):
 @pytest.mark.parametrize("attribute", ["module", "encoder"])
 @pytest.mark.parametrize("layout", ["plain", "DDP", "DDP of a checkpoint", "FSDP2"])
 def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribute):
-    """Batch norms of O2 stay float32, and their names become patterns of the contract."""
-    model: Any = distamp.cast_model(Backbone(attribute), "O2", module_precision={"head": "fp32"})
+    """Batch norms of fp16-O2 stay float32, and their names become patterns of the contract."""
+    model: Any = distamp.cast_model(
+        Backbone(attribute), "fp16-O2", module_precision={"head": "fp32"}
+    )
     if layout == "FSDP2":
         for unit in (model.head, getattr(model, attribute)["module"], model):
             fully_shard(unit)
@@ -130,7 +132,7 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = distamp.initialize(
-        model, optimizer, "O2", module_precision={"head": "fp32"}, init_scale=2.0
+        model, optimizer, "fp16-O2", module_precision={"head": "fp32"}, init_scale=2.0
     )
 
     def step() -> None:
@@ -148,8 +150,11 @@ def test_a_levels_contract_and_a_step_have_the_same_module_names(layout, attribu
     "wrap", [torch.compile, checkpoint_wrapper, nn.DataParallel, AveragedModel]
 )
 def test_the_names_of_a_levels_contract_are_without_those_of_wrappers(wrap):
-    model = wrap(distamp.cast_model(Backbone("module"), "O2"))
-    assert {*PrecisionContract.from_level("O2", model).modules} == {"module.module", "(outside)"}
+    model = wrap(distamp.cast_model(Backbone("module"), "fp16-O2"))
+    assert {*PrecisionContract.from_level("fp16-O2", model).modules} == {
+        "module.module",
+        "(outside)",
+    }
 
 
 def test_a_module_name_with_brackets_is_no_shell_pattern():
@@ -312,7 +317,7 @@ def test_what_a_guard_tells_the_ranks_is_no_gradient_of_as_many_elements():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", ["bf16", "O1"])
+@pytest.mark.parametrize("level", ["bf16", "fp16"])
 def test_weights_that_a_hook_gathers_are_gathered_and_no_gradients(level):
     model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     hook = register_comm_hook(model, "int8", param_format="int8")
@@ -351,11 +356,13 @@ def test_gradients_that_would_grow_in_a_hooks_format_are_no_breach():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", ["O2", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2", "bf16-O3"])
 @pytest.mark.parametrize("output", ["the level's", "half"])
 def test_what_pipeline_stages_send_is_what_the_level_makes_them_return(level, output):
-    rank, half = dist.get_rank(), torch.float16 if level == "O2" else BF16
-    precision = distamp.PrecisionLevel.from_name(level, loss_scale=1.0 if level == "O2" else None)
+    rank, half = dist.get_rank(), torch.float16 if level == "fp16-O2" else BF16
+    precision = distamp.PrecisionLevel.from_name(
+        level, loss_scale=1.0 if level == "fp16-O2" else None
+    )
     if output == "half":
         precision = precision.replace(output=half)
     torch.manual_seed(rank)

@@ -79,11 +79,11 @@ def test_shares_are_those_of_a_float64_step(dtype, make, rate):
 
 
 @pytest.mark.parametrize(
-    ("level", "master_weights"), [("O2", True), ("bf16-O2", True), ("bf16-O2", "split")]
+    ("level", "master_weights"), [("fp16-O2", True), ("bf16-O2", True), ("bf16-O2", "split")]
 )
 def test_masters_are_read_at_a_level_that_has_them(level, master_weights):
-    dtype = FP16 if level == "O2" else BF16
-    plain = lost_updates_of(net(), "O0", dtype)
+    dtype = FP16 if level == "fp16-O2" else BF16
+    plain = lost_updates_of(net(), "fp32", dtype)
     shares = lost_updates_of(net(), level, dtype, master_weights=master_weights)
     assert shares == pytest.approx(plain, abs=0.05)
     assert shares["0"] > 0.9
@@ -94,7 +94,7 @@ def lost_updates_of(
 ) -> dict[str, float]:
     """The shares of a level's first step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-4)
-    if level == "O2":
+    if level == "fp16-O2":
         settings["init_scale"] = 2.0**10
     amp = distamp.initialize(model, optimizer, level, **settings)
 
@@ -108,9 +108,9 @@ def lost_updates_of(
     return lost_updates(step, model, dtype)
 
 
-@pytest.mark.parametrize("level", ["O3", "bf16-O3"])
+@pytest.mark.parametrize("level", ["fp16-O3", "bf16-O3"])
 def test_a_level_without_masters_loses_what_it_says(level):
-    model, dtype = net(), FP16 if level == "O3" else BF16
+    model, dtype = net(), FP16 if level == "fp16-O3" else BF16
     shares = lost_updates_of(model, level, dtype)
     assert shares["0"] > 0.9
     assert shares["2"] == 0.0

@@ -275,7 +275,7 @@ def test_a_scaler_that_has_no_scale_yet_makes_no_step_random(kind: Any) -> None:
 
 def test_the_line_of_what_amp_scales_is_the_users() -> None:
     model = nn.Linear(4, 1)
-    amp = distamp.initialize(model, torch.optim.SGD(model.parameters()), "O1")
+    amp = distamp.initialize(model, torch.optim.SGD(model.parameters()), "fp16")
     found = distamp.find_first_nonfinite(
         lambda: amp.backward(model(torch.ones(2, 4)).sum() * 1e37), model
     )
@@ -558,7 +558,7 @@ def test_a_scaler_replays_a_nan_at_once_and_an_overflow_at_the_third() -> None:
 
 def test_a_nan_is_replayed_at_once_where_masters_took_the_gradients() -> None:
     model = nn.Linear(8, 8)
-    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2")
+    amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-O2")
     amp.scaler.replay = distamp.StepReplay(model)
     inputs = torch.full((2, 8), float("nan"))
 

@@ -399,7 +399,7 @@ def _accumulated(level: str, layout: str, reduce_fp32: bool) -> tuple[float, set
     elif layout == "FSDP1":
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scale = {"init_scale": 1.0} if level == "O2" else {}
+    scale = {"init_scale": 1.0} if level == "fp16-O2" else {}
     amp = distamp.initialize(model, optimizer, level, **scale)
     with precision_report(model) as report:
         for index, size in enumerate((large, 1.0, -large)):
@@ -416,7 +416,7 @@ def _accumulated(level: str, layout: str, reduce_fp32: bool) -> tuple[float, set
 @pytest.mark.parametrize(
     ("level", "layout"),
     [
-        *((level, "FSDP2") for level in ("O2", "O3", "bf16-O2", "bf16-O3")),
+        *((level, "FSDP2") for level in ("fp16-O2", "fp16-O3", "bf16-O2", "bf16-O3")),
         ("bf16-O2", "HSDP"),
         ("bf16-O2", "DDP"),
         ("bf16-O2", "one process"),
@@ -431,7 +431,7 @@ def test_findings_name_gradients_that_are_added_up_in_half_precision(level, layo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", ["O2", "bf16-O2"])
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 def test_nothing_is_found_where_fsdp2_reduces_once_in_float32(level):
     total, modules, _ = _accumulated(level, "FSDP2", reduce_fp32=True)
     assert total == 4.0, "a row of four ones on each rank"

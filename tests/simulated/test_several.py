@@ -255,14 +255,14 @@ def test_a_level_trains_as_on_the_cpu(sim2, ranks2, name, schedule, seed):
 
 
 @on_devices(2)
-@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(("level", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
     """One step where parameters rest on the CPU and compute on the device."""
     net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(here())
     over = mesh((2,), ("shard",))
     model = fully_shard(net, mesh=over, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"init_scale": 64.0} if level == "O1" else {}
+    settings = {"init_scale": 64.0} if level == "fp16" else {}
     amp = distamp.initialize(model, optimizer, level, **settings)
     with amp.autocast():
         out = amp.model(torch.full((2, 8), 2.0 + dist.get_rank(), device=here()))
@@ -274,7 +274,7 @@ def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
 def test_a_group_of_the_device_alone():
     """As after init_process_group("nccl"): no gloo, so what ranks compare goes by the device."""
     with contextlib.closing(SimPool(2, backend="sim:simccl")) as pool:
-        first, second = pool.run(level, "O1")
+        first, second = pool.run(level, "fp16")
         assert first[1] == second[1] == [True, True, False, True, True, True]
         assert all(map(torch.equal, first[0], second[0]))
 
