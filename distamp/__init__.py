@@ -1,48 +1,37 @@
 """Automatic mixed precision that stays right when training is distributed.
 
-Everything public is here, by the names in ``__all__``. ``distamp.autocast`` is the class and
-``distamp.initialize`` the function; the packages of these names are import paths and nothing else.
+The names that most training scripts need are here, in ``__all__``. All others are in
+``distamp.guard``, ``distamp.scaler``, ``distamp.masters``, ``distamp.autocast``,
+``distamp.report``, ``distamp.comm_hooks``, ``distamp.errors``, ``distamp.levels`` and
+``distamp.integrations``. ``distamp.autocast`` is the class, and ``from distamp.autocast import
+...`` its package.
 """
 
+from distamp import comm_hooks as comm_hooks
 from distamp import cpu as cpu
 from distamp import cuda as cuda
+from distamp import errors as errors
+from distamp import guard as guard
+from distamp import levels as levels
+from distamp import masters as masters
+from distamp import report as report
+from distamp import scaler as scaler
 from distamp.autocast import (
     AutocastState,
     DataParallel,
     OpLists,
     autocast,
-    checkpoint,
-    checkpoint_context_fn,
     custom_bwd,
     custom_fwd,
-    propagate,
     set_module_precision,
 )
-from distamp.errors import (
-    CallOrderError,
-    ConfigError,
-    DistampError,
-    GradientError,
-    LossScaleCollapseError,
-    NonFiniteGradientsError,
-    RankMismatchError,
-)
+from distamp.errors import DistampError, RankMismatchError
 from distamp.guard import StepGuard, clip_grad_norm_
-from distamp.installation import install, uninstall
-from distamp.levels import cast_model, float8_layers, initialize
-from distamp.precision_level import PrecisionLevel
+from distamp.installation import patch_torch, unpatch_torch
+from distamp.levels import PrecisionLevel, cast_model, initialize
 from distamp.report import (
-    ContractReport,
-    Finding,
-    NonFiniteOrigin,
     PrecisionContract,
-    PrecisionReport,
-    Preflight,
-    StepReplay,
-    TensorRange,
-    Violation,
     find_first_nonfinite,
-    findings,
     precision_report,
     preflight,
 )
@@ -54,44 +43,26 @@ GradScaler = DistGradScaler
 
 __all__ = [
     "AutocastState",
-    "CallOrderError",
-    "ConfigError",
-    "ContractReport",
     "DataParallel",
     "DistGradScaler",
     "DistampError",
-    "Finding",
     "GradScaler",
-    "GradientError",
-    "LossScaleCollapseError",
-    "NonFiniteGradientsError",
-    "NonFiniteOrigin",
     "OpLists",
     "PrecisionContract",
     "PrecisionLevel",
-    "PrecisionReport",
-    "Preflight",
     "RankMismatchError",
     "StepGuard",
-    "StepReplay",
-    "TensorRange",
-    "Violation",
     "__version__",
     "autocast",
     "cast_model",
-    "checkpoint",
-    "checkpoint_context_fn",
     "clip_grad_norm_",
     "custom_bwd",
     "custom_fwd",
     "find_first_nonfinite",
-    "findings",
-    "float8_layers",
     "initialize",
-    "install",
+    "patch_torch",
     "precision_report",
     "preflight",
-    "propagate",
     "set_module_precision",
-    "uninstall",
+    "unpatch_torch",
 ]

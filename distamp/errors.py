@@ -2,13 +2,15 @@
 
 ::
 
-    DistampError             everything distamp raises
-    +-- ConfigError         (ValueError, AssertionError) a setting outside what is allowed
-    +-- CallOrderError           (RuntimeError, AssertionError) scaler calls in an impossible order
-    +-- GradientError        (RuntimeError) unreadable gradients, or changed behind the scaler
-    +-- RankMismatchError        (RuntimeError) ranks differ in call, optimizer, scale or settings
-    +-- NonFiniteGradientsError   (RuntimeError) too many steps in a row were skipped
-    |   +-- LossScaleCollapseError  the same of a scaler
+    DistampError                     every error of distamp
+    +-- ConfigError                  (ValueError, AssertionError) a setting outside its range
+    +-- CallOrderError               (RuntimeError, AssertionError) calls in an impossible order
+    +-- GradientError                (RuntimeError) gradients that cannot be read
+    |   +-- ReplicaMismatchError     replicas whose gradients differ between ranks
+    +-- RankMismatchError            (RuntimeError) ranks that differ in calls or settings
+    +-- NonFiniteError               (RuntimeError) training cannot go on with inf or NaN
+        +-- NonFiniteGradientsError  too many steps in a row were skipped
+            +-- LossScaleCollapseError  too many in a row for a scaler, which backed off each time
 
 Each class also derives from the builtin that torch raises in the same place, so code written
 against torch keeps catching what it caught. Other argument mistakes raise plain ``ValueError`` or
@@ -23,8 +25,10 @@ __all__ = [
     "DistampError",
     "GradientError",
     "LossScaleCollapseError",
+    "NonFiniteError",
     "NonFiniteGradientsError",
     "RankMismatchError",
+    "ReplicaMismatchError",
 ]
 
 
@@ -44,11 +48,19 @@ class GradientError(DistampError, RuntimeError):
     """Gradients cannot be read as they are, or changed between two scaler calls."""
 
 
+class ReplicaMismatchError(GradientError):
+    """Replicas that should be equal on all ranks differ; every rank raises it."""
+
+
 class RankMismatchError(DistampError, RuntimeError):
     """The ranks of a group differ in calls, optimizers, scales or settings."""
 
 
-class NonFiniteGradientsError(DistampError, RuntimeError):
+class NonFiniteError(DistampError, RuntimeError):
+    """Training cannot go on, because of inf or NaN; every rank raises it."""
+
+
+class NonFiniteGradientsError(NonFiniteError):
     """``max_consecutive_skips`` steps in a row were skipped; every rank raises it."""
 
 

@@ -1,4 +1,4 @@
-"""install: distamp's scaler in the places other packages take torch's from, on request alone."""
+"""patch_torch: distamp's scaler under the names of torch's, for packages that create their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distamp.errors import CallOrderError
 from distamp.guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
 
-__all__ = ["Installation", "ShardedGradScaler", "install", "uninstall"]
+__all__ = ["Installation", "ShardedGradScaler", "patch_torch", "unpatch_torch"]
 
 
 class ShardedGradScaler(DistGradScaler):
@@ -64,7 +64,7 @@ _put: dict[str, tuple[type[Any], type[Any]]] = {}
 
 @dataclass(frozen=True)
 class Installation:
-    """The result of `install`; a context manager whose end undoes it.
+    """The result of `patch_torch`; a context manager whose end undoes it.
 
     Attributes:
         late: The names of modules outside torch that took torch's class before, or derived one from
@@ -80,11 +80,11 @@ class Installation:
 
     def __exit__(self, *_: object) -> Literal[False]:
         if self.first:
-            uninstall()
+            unpatch_torch()
         return False
 
 
-def install(*, guard: bool = False, **settings: Any) -> Installation:
+def patch_torch(*, guard: bool = False, **settings: Any) -> Installation:
     """Replace ``torch.amp.GradScaler`` by `DistGradScaler`, for packages that create a scaler.
 
     Trainers create their own scaler, from one of torch's names. Call this in every process, before
@@ -114,11 +114,13 @@ def install(*, guard: bool = False, **settings: Any) -> Installation:
     Example::
 
         import distamp
-        distamp.install(max_consecutive_skips=100)
+        distamp.patch_torch(max_consecutive_skips=100)
         from transformers import Trainer
     """
     if _put and (settings or guard):
-        raise CallOrderError("distamp is installed already; call uninstall() before other settings")
+        raise CallOrderError(
+            "distamp is installed already; call unpatch_torch() before other settings"
+        )
     if _put:
         return Installation(_late(), first=False)
     DistGradScaler("cpu", **settings)  # refuses settings here, and not where a trainer uses them
@@ -133,15 +135,15 @@ def install(*, guard: bool = False, **settings: Any) -> Installation:
     if late:
         shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
         warnings.warn(
-            "distamp.install() was called after these had taken torch's GradScaler, and they "
-            f"still use it: {shown}. Call install() before you import them",
+            "distamp.patch_torch() was called after these had taken torch's GradScaler, and they "
+            f"still use it: {shown}. Call patch_torch() before you import them",
             RuntimeWarning,
             stacklevel=2,
         )
     return Installation(late, first=True)
 
 
-def uninstall() -> None:
+def unpatch_torch() -> None:
     """Give torch's names back to torch's classes; scalers that were made keep being distamp's.
 
     Does nothing if distamp is not installed, and to a name where something else was put since.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 from distamp.errors import ConfigError
 from distamp.module_names import module_names
 
-__all__ = ["LEVELS", "PrecisionLevel"]
+__all__ = ["APEX_NAMES", "LEVELS", "PrecisionLevel"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -144,9 +145,9 @@ class PrecisionLevel:
                 )
 
     @classmethod
-    def of(
+    def from_name(
         cls,
-        level: str | PrecisionLevel,
+        level: str | torch.dtype | PrecisionLevel,
         *,
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | Literal["split"] | None = None,
@@ -156,8 +157,11 @@ class PrecisionLevel:
         """Return a row of `LEVELS`, with some of it overridden as in Apex.
 
         Args:
-            level: ``"fp32"``, ``"fp16"``, ``"fp16-O2"``, ``"fp16-O3"``, ``"bf16"``, ``"bf16-O2"``,
-                ``"bf16-O3"``, ``"fp8"``, ``"fp8-rowwise"``, or your own value.
+            level: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``,
+                ``"fp16-O2"``, ``"fp16-O3"``, ``"bf16-O2"`` or ``"bf16-O3"``; Apex's ``"O0"`` to
+                ``"O3"``, which are fp32, fp16, fp16-O2 and fp16-O3; ``torch.float32``,
+                ``torch.float16`` or ``torch.bfloat16``, for the level of that name; or your own
+                value. Upper and lower case are the same.
             keep_batchnorm_fp32: Overrides the row's; also ``"True"`` and ``"False"``, as a
                 command line gives them. None keeps the row's value, here and below.
             master_weights: Overrides the row's.
@@ -168,12 +172,7 @@ class PrecisionLevel:
         Raises:
             ConfigError: There is no such level, or the override contradicts it.
         """
-        row = level if isinstance(level, PrecisionLevel) else LEVELS.get(level)
-        if row is None:
-            hint = "; the O is a letter" if str(level).startswith("0") else ""
-            if level in _SHORT.values():
-                hint = "; fp32 is fp32, and fp16 is fp16"
-            raise ConfigError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
+        row = level if isinstance(level, PrecisionLevel) else _level_named(level)
         words = {"True": True, "False": False}
         given = {
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
@@ -257,6 +256,32 @@ def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
     return tuple(module_precision.items())
 
 
+def _level_named(name: object) -> PrecisionLevel:
+    """Return the row of `LEVELS` that a name, an alias of Apex's or a dtype stands for.
+
+    Raises:
+        ConfigError: There is no such level. The error names similar ones.
+    """
+    key = _SHORT.get(name) if isinstance(name, torch.dtype) else name
+    if isinstance(key, str):
+        key = key.lower()
+        row = _BY_LOWER_NAME.get(key)
+        if row is not None:
+            return row
+    hint = ""
+    if isinstance(key, str):
+        if key.startswith("0"):
+            hint = f" Did you mean {'O' + key[1:]!r}, with the letter O?"
+        else:
+            similar = difflib.get_close_matches(key, _BY_LOWER_NAME, n=1)
+            if similar:
+                hint = f" Did you mean {_BY_LOWER_NAME[similar[0]].name!r}?"
+    raise ConfigError(
+        f"There is no level {name!r}. Choose one of {', '.join(map(repr, LEVELS))}, or Apex's 'O0' "
+        f"to 'O3'.{hint}"
+    )
+
+
 def _number(value: object) -> object:
     """Return a loss scale as a float where it is one, also as text; else what was given."""
     try:
@@ -288,3 +313,10 @@ LEVELS: Mapping[str, PrecisionLevel] = MappingProxyType(
         )
     }
 )
+
+#: Apex's names of levels.
+APEX_NAMES: Mapping[str, str] = MappingProxyType(
+    {"O0": "fp32", "O1": "fp16", "O2": "fp16-O2", "O3": "fp16-O3"}
+)
+_BY_LOWER_NAME = {name.lower(): row for name, row in LEVELS.items()}
+_BY_LOWER_NAME |= {apex.lower(): LEVELS[name] for apex, name in APEX_NAMES.items()}

@@ -35,10 +35,10 @@ class CommHook(Protocol):
 
 @runtime_checkable
 class Replay(Protocol):
-    """What replays a step that was skipped, to say why: `distamp.StepReplay`."""
+    """Replay of a skipped step, which finds the reason: `distamp.report.StepReplay`."""
 
-    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
-        """Keep a step before it runs."""
+    def record(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Record a step before it runs."""
 
     def step_ended(
         self,
@@ -50,6 +50,6 @@ class Replay(Protocol):
         """Replay the step that was kept, if there is one and it was skipped.
 
         Before the scale moves. ``skipped`` waits for the device; ``scaled`` is whether a loss scale
-        may be why; ``step_was_taken`` are the optimizers' parameters, masters if they have some;
+        may be why; ``stepped`` are the optimizers' parameters, masters if they have some;
         ``process_group`` has the ranks that skipped it.
         """

@@ -8,7 +8,8 @@ by rewards: of each prompt a group of answers, whose advantage is how many digit
 beside the group's mean. Answers are drawn as inference engines draw them, by a second copy of the
 model, cast outright, with another attention and a cache of keys, one digit at a time; the policy
 computes under autocast, all digits at once, sharded by FSDP2. So both compute the same
-probabilities by other kernels, and their roundings keep them apart: `mismatch` says how far.
+probabilities by other kernels, and their roundings keep them apart: `logprob_mismatch` says how
+far.
 
 Without ``--precision`` it runs fp32, bf16 and fp16 one after the other, from the same start.
 """
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distamp import initialize
-from distamp.report import mismatch
+from distamp.report import logprob_mismatch
 
 # A level of distamp, and what the sampler is cast to.
 PRECISIONS = {
@@ -113,7 +114,7 @@ def train(precision: str, start: dict[str, Tensor], updates: int) -> list[dict[s
             with amp.autocast():
                 logits = amp.model(input_ids=tokens[:, :-1]).logits[:, DIGITS:]
             trained = log_probs(logits, tokens)
-            found = found or mismatch(sampled, trained)
+            found = found or logprob_mismatch(sampled, trained)
             ratio = (trained - sampled).exp()
             gains = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
             amp.backward(-gains.mean())

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from rich.console import Console
 from rich.progress import Progress
 
-from distamp import NonFiniteOrigin
+from distamp.report import NonFiniteOrigin
 from launch.data import Data
 from launch.folder import begin, write_whole
 from launch.job import Job

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: the folder above holds the packages, this one does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -19,7 +18,8 @@ if missing := [
 import torch
 from torch import Tensor
 
-from distamp import NonFiniteGradientsError, StepReplay
+from distamp.errors import NonFiniteGradientsError
+from distamp.report import StepReplay
 from launch.checkpoint import Checkpoints
 from launch.config import Config, parse
 from launch.data import Batch, batches, load_data, order
@@ -83,8 +83,9 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
     config, amp, layout, progress = job.config, job.amp, job.layout, job.progress
     examples = job.data.train
     rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
+    replay = None
     if config.on_nonfinite == "report":
-        amp.scaler.replay = StepReplay(job.model)
+        replay = StepReplay(job.model).attach(amp.scaler)
     ranks = layout.data_rank, layout.data_world
     chosen = order(len(examples), config.seed, progress.position, job.microbatch, *ranks)
     source = batches(examples, chosen, job.device, config.workers)
@@ -102,7 +103,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
         scale = amp.scaler.get_scale() if tasks else 1.0
         microbatches = [next(source) for _ in range(config.accumulate)]
         do_step = checked_step if config.check_precision and progress.step == 1 else train_step
-        loss, taken = do_step(job, metrics, microbatches)
+        loss, taken = do_step(job, metrics, microbatches, replay)
         rates.count(taken)
         job.average.count(taken)
         amp.zero_grad()
@@ -148,16 +149,17 @@ def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
     return total
 
 
-def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+def train_step(
+    job: Job, metrics: Metrics, microbatches: Sequence[Batch], replay: StepReplay | None
+) -> tuple[Tensor, Tensor]:
     """Do one step: forward and backward passes, clip, and the optimizers.
 
     Returns:
         The loss of this rank's examples, and whether the step was taken; both on the device.
     """
-    config, guard = job.config, job.amp.scaler
-    replay: Any = guard.replay
+    config = job.config
     if replay is not None:
-        guard.keep(lambda: run_passes(job, microbatches), *map(vars, microbatches))
+        replay.record(lambda: run_passes(job, microbatches), *map(vars, microbatches))
         replay.found = None
     loss = run_passes(job, microbatches)
     max_norm, skip_norm_above = config.clip or math.inf, config.skip_norm_above or None
@@ -178,15 +180,17 @@ def train_step(job: Job, metrics: Metrics, microbatches: Sequence[Batch]) -> tup
 
 
 def checked_step(
-    job: Job, metrics: Metrics, microbatches: Sequence[Batch]
+    job: Job, metrics: Metrics, microbatches: Sequence[Batch], replay: StepReplay | None
 ) -> tuple[Tensor, Tensor]:
     """Do one step, and compare the precisions that ran with what the level promises."""
     outcomes: list[tuple[Tensor, Tensor]] = []
-    breaches = job.amp.check(lambda: outcomes.append(train_step(job, metrics, microbatches)))
+    violations = job.amp.check(
+        lambda: outcomes.append(train_step(job, metrics, microbatches, replay))
+    )
     path = job.config.run_dir / "precision.txt"
-    job.layout.on_first(lambda: path.write_text(f"{breaches}\n", "utf-8"))
-    for breach in breaches:
-        metrics.say(f"Warning: --precision {job.config.precision}: {breach}")
+    job.layout.on_first(lambda: path.write_text(f"{violations}\n", "utf-8"))
+    for violation in violations:
+        metrics.say(f"Warning: --precision {job.config.precision}: {violation}")
     return outcomes[0]
 
 

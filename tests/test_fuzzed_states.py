@@ -90,7 +90,7 @@ def hook() -> Subject:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "scaler": scaler,
-    "schedule": lambda: scaler(loss_scale=HysteresisLossScale(hysteresis=2)),
+    "hysteresis": lambda: scaler(loss_scale=HysteresisLossScale(hysteresis=2)),
     "amp": amp,
 }
 

@@ -48,10 +48,10 @@ def _torch_as_it_was() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(**settings: object) -> Iterator[distamp.installation.Installation]:
-    """``with distamp.install()``, whatever trainers this process has imported before."""
+    """``with distamp.patch_torch()``, whatever trainers this process has imported before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was called after.*")
-        installation = distamp.install(**settings)
+        installation = distamp.patch_torch(**settings)
     with installation:
         yield installation
 
@@ -78,14 +78,14 @@ def test_every_name_is_ours_until_the_end_and_scalers_outlive_it(settings):
         ]
         copies = [pickle.loads(pickle.dumps(scaler)) for scaler in made]
         assert theirs.state_dict().items() <= made[-1].state_dict().items()
-        with distamp.install() as inner:
+        with distamp.patch_torch() as inner:
             assert not inner.first
         assert issubclass(torch.amp.GradScaler, DistGradScaler)
     for scaler, other in zip(made * 2, copies + copy.deepcopy(made), strict=True):
         assert (type(other), other.get_scale()) == (type(scaler), 8.0)
     with pytest.raises(KeyError), installed():
         raise KeyError
-    distamp.uninstall()
+    distamp.unpatch_torch()
     assert not any(issubclass(cls, DistGradScaler) for cls in classes())
 
 
@@ -96,7 +96,7 @@ def test_it_says_which_modules_had_the_class_or_one_of_its_own_before(monkeypatc
     early.Derived = type("Derived", (torch.amp.GradScaler,), {})
     early.Other, early.ours = torch.optim.Adam, DistGradScaler
     with pytest.warns(RuntimeWarning, match=r"early_trainer\.Derived"):
-        done = distamp.install()
+        done = distamp.patch_torch()
     with done:
         named = [name for name in done.late if name.startswith("early_trainer.")]
     assert named == ["early_trainer.Derived", "early_trainer.Taken"]
@@ -132,11 +132,11 @@ def test_a_scaler_that_is_made_disabled_guards_where_that_was_asked_for(guard):
 
 def test_a_setting_that_cannot_be_is_refused_at_once():
     with pytest.raises(ConfigError, match="min_scale"):
-        distamp.install(min_scale=-1.0)
+        distamp.patch_torch(min_scale=-1.0)
     with pytest.raises(TypeError, match="no_such"):
-        distamp.install(no_such=1)
-    with installed(), pytest.raises(CallOrderError, match="uninstall"):
-        distamp.install(min_scale=0.5)
+        distamp.patch_torch(no_such=1)
+    with installed(), pytest.raises(CallOrderError, match="unpatch_torch"):
+        distamp.patch_torch(min_scale=0.5)
 
 
 @on_ranks(2)

@@ -183,7 +183,7 @@ PROGRAMS = [
     # What only an extra installs, and what takes long.
     f"import distamp; assert not {HEAVY} & (set(sys.modules) - before)",
     "theirs = torch.amp.GradScaler; import distamp; "
-    "assert torch.amp.GradScaler is theirs; assert distamp.install().late == ()",
+    "assert torch.amp.GradScaler is theirs; assert distamp.patch_torch().late == ()",
     "import distamp.doctor; before = set(sys.modules); distamp.doctor.diagnose(); "
     "assert not {'lightning', 'transformers', 'rich'} & (set(sys.modules) - before)",
     "import " + ", ".join(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")),

@@ -13,7 +13,6 @@ from distamp.autocast.state import (
     DataParallel,
     checkpoint,
     checkpoint_context_fn,
-    propagate,
 )
 
 __all__ = [
@@ -28,6 +27,5 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "pin_of",
-    "propagate",
     "set_module_precision",
 ]

@@ -1,7 +1,7 @@
 """The whole autocast state of a thread as a value, and what carries it to where it is needed.
 
 Autocast's state is a thread's own: what another thread runs, it runs in fp32, or in a dtype of its
-own, whatever region its caller is in. So it is carried to threads (propagate), to replicas
+own, whatever region its caller is in. So it is carried to threads (AutocastState.wrap), to replicas
 (DataParallel), to recomputation (checkpoint).
 """
 
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, overload
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ __all__ = [
     "DataParallel",
     "checkpoint",
     "checkpoint_context_fn",
-    "propagate",
 ]
 
 _P = ParamSpec("_P")
@@ -36,9 +35,51 @@ _R = TypeVar("_R")
 _M = TypeVar("_M", bound=nn.Module)
 
 
+class _WrapMethod:
+    """The method ``wrap``, of the class for the state of the calling thread, or of a state.
+
+    ``AutocastState.wrap(fn)`` would bind ``fn`` to another state than ``state.wrap(fn)``, so it is
+    a descriptor, and no class method, which would ignore the state it is called on.
+    """
+
+    @overload
+    def __get__(
+        self, state: None, owner: type[AutocastState]
+    ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+
+    @overload
+    def __get__(
+        self, state: AutocastState, owner: type[AutocastState]
+    ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+
+    def __get__(self, state: AutocastState | None, owner: type[AutocastState]) -> Any:
+        def wrap(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+            """Bind a function to an autocast state, for any thread that runs the function.
+
+            Use it as in ``threading.Thread(target=AutocastState.wrap(fn))``,
+            ``executor.submit(AutocastState.wrap(fn), x)`` or
+            ``asyncio.to_thread(AutocastState.wrap(fn), x)``. torch has no counterpart: a new thread
+            computes in fp32. The thread's own state is restored after each call.
+
+            Args:
+                fn: A function, or a generator or coroutine function. Generators and coroutines
+                    have the state while they run, and not while they are suspended.
+
+            Returns:
+                The bound function. It can be pickled if ``fn`` can, unless ``fn`` is a generator
+                or coroutine function.
+
+            Raises:
+                TypeError: ``fn`` is not callable.
+            """
+            return _bind(fn, owner.capture() if state is None else state)
+
+        return wrap
+
+
 @dataclass(frozen=True)
 class AutocastState:
-    """What autocast does in a thread: a value to be taken in one thread and applied in another.
+    """The autocast settings of a thread, as a value that another thread can apply.
 
     torch has no such thing; its DataParallel carries over one device type's on or off.
     Hashable, and can be pickled.
@@ -67,6 +108,9 @@ class AutocastState:
         )
         follow(lists)
         return cls(devices, torch.is_autocast_cache_enabled(), lists)
+
+    #: Binds a function to a state; see `_WrapMethod`.
+    wrap = _WrapMethod()
 
     def apply(self) -> Self:
         """Be a context manager that gives a thread this state, and then its own back.
@@ -129,31 +173,13 @@ def _call(fn: Callable[..., Any], state: AutocastState, /, *args: Any, **kwargs:
         return fn(*args, **kwargs)
 
 
-def propagate(fn: Callable[_P, _R], state: AutocastState | None = None) -> Callable[_P, _R]:
-    """Bind a function to the calling thread's autocast state, for whatever thread runs it.
-
-    For ``threading.Thread(target=propagate(fn))``, ``executor.submit(propagate(fn), x)``,
-    ``asyncio.to_thread(propagate(fn), x)`` and the like. torch has no counterpart: a new thread
-    computes in fp32. The thread's own state is put back after each call, whatever ``fn`` did.
-
-    Args:
-        fn: A function, or a generator or coroutine function: these are under the state while they
-            run and not while they are suspended.
-        state: The state to bind to; None captures the calling thread's, now.
-
-    Returns:
-        The bound function; it can be pickled where ``fn`` can, unless it is a generator or
-        coroutine function.
-
-    Raises:
-        TypeError: ``fn`` is not callable.
-    """
+def _bind(fn: Callable[_P, _R], state: AutocastState) -> Callable[_P, _R]:
+    """Return a function that calls ``fn`` under a state."""
     if not callable(fn):
-        raise TypeError(f"propagate needs a callable, got {type(fn).__name__}")
-    bound = AutocastState.capture() if state is None else state
+        raise TypeError(f"AutocastState.wrap() takes a callable, not {type(fn).__name__}.")
     if suspends(fn):
-        return wrap(bound.apply, fn)
-    called = functools.partial(_call, fn, bound)
+        return wrap(state.apply, fn)
+    called = functools.partial(_call, fn, state)
     return functools.update_wrapper(called, fn, updated=())
 
 
@@ -171,7 +197,7 @@ class DataParallel(nn.DataParallel[_M]):
     ) -> list[Any]:
         """Call the replicas in the caller's autocast state."""
         state = AutocastState.capture()
-        bound = [propagate(replica, state) for replica in replicas]
+        bound = [state.wrap(replica) for replica in replicas]
         return super().parallel_apply(bound, inputs, kwargs)  # type: ignore[arg-type]
 
 
@@ -197,7 +223,7 @@ def checkpoint(
     Source: https://pytorch.org/docs/stable/checkpoint.html.
     """
     # A compiled graph has the casts of the lists in it, and is not run again through here.
-    again = function if is_dynamo_compiling() else propagate(function)
+    again = function if is_dynamo_compiling() else AutocastState.wrap(function)
     return torchs.checkpoint(again, *args, use_reentrant=use_reentrant, **settings)
 
 

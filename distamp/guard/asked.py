@@ -321,36 +321,23 @@ class Asked:
         scale = self.get_scale() if scale is None else scale
         return NonFiniteReport(scale, overflows, is_scaled=self._divides)
 
-    @property
-    def replay(self) -> Replay | None:
-        """What replays a step that was skipped: a `distamp.StepReplay`, or None."""
-        return self._guard.replay
+    def attach_replay(self, replay: Replay | None) -> None:
+        """Have a skipped step replayed in ``update``, or stop that with None.
 
-    @replay.setter
-    def replay(self, replay: Replay | None) -> None:
-        if replay is not None and not isinstance(replay, Replay):
-            raise TypeError(f"replay is a distamp.StepReplay or None, not {type(replay).__name__}")
-        self._guard.replay = replay
-
-    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
-        """Keep a step before it runs, so that it is replayed in ``update`` if it is skipped.
-
-        Every rank calls it. ``update`` then reads the flag on the host, once, and where the replay
-        finds the first inf or NaN it is logged: see `distamp.StepReplay`.
+        `distamp.report.StepReplay.attach` and ``detach`` call this.
 
         Args:
-            step: Runs forward and backward, and nothing else.
-            batches: Its batches, in any nesting; it is said if they change before the replay.
+            replay: Records a step before it runs, and replays it.
 
         Raises:
-            CallOrderError: ``replay`` is not set.
+            TypeError: ``replay`` cannot replay a step.
         """
-        if self._guard.replay is None:
-            raise CallOrderError(
-                "keep() was called before there is anything to replay steps: set .replay = "
-                "distamp.StepReplay(model) first"
+        if replay is not None and not isinstance(replay, Replay):
+            raise TypeError(
+                f"attach_replay() takes a StepReplay or None, not {type(replay).__name__}. Call "
+                "distamp.report.StepReplay(model).attach(guard)."
             )
-        self._guard.replay.keep(step, *batches)
+        self._guard.replay = replay
 
     def attach_comm_hook(self, hook_state: object) -> None:
         """Tell a communication hook of the loss scale and of skipped steps, for its error feedback.

@@ -57,7 +57,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
-from distamp.errors import CallOrderError, ConfigError, GradientError, RankMismatchError
+from distamp.errors import (
+    CallOrderError,
+    ConfigError,
+    GradientError,
+    RankMismatchError,
+    ReplicaMismatchError,
+)
 from distamp.groups import Group, GroupLike, reach, resolve
 
 __all__ = ["Absence", "Call", "Flag", "Found", "Problem", "Ranks"]
@@ -753,6 +759,7 @@ _KNOWN: tuple[type[Exception], ...] = (
     RuntimeError,
     torch.OutOfMemoryError,
     GradientError,
+    ReplicaMismatchError,
     CallOrderError,
     ConfigError,
 )

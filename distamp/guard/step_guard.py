@@ -25,10 +25,22 @@ from distamp.guard.steps import Steps, checked_limit, outside_the_graph
 from distamp.optimizers import parameters_of, unwrapped
 from distamp.sources import source_of
 
-__all__ = ["GUARDS", "GUARD_SETTINGS", "StepGuard"]
+__all__ = ["GUARD_SETTINGS", "OLD_STATE_KEY", "STATE_KEY", "StepGuard", "read_own_state"]
 
-#: The key of a guard's state.
-GUARDS = "distamp_guard"
+#: The key of our part of a guard's or scaler's state, and the key that states had before 0.1.0.
+STATE_KEY = "distamp"
+OLD_STATE_KEY = "distamp_guard"
+
+
+def read_own_state(state: Mapping[str, Any]) -> Any:
+    """Return our part of a guard's or scaler's state, or None if it has none.
+
+    The first development version wrote the settings one level deeper, under ``"schedule"``.
+    """
+    own_state = state.get(STATE_KEY, state.get(OLD_STATE_KEY))
+    if isinstance(own_state, Mapping) and isinstance(own_state.get("schedule"), Mapping):
+        return {"version": own_state.get("version"), **own_state["schedule"]}
+    return own_state
 
 
 class StepGuard(Steps):
@@ -42,8 +54,8 @@ class StepGuard(Steps):
 
     Args:
         process_group: The ranks that have a part of the model, as for `distamp.DistGradScaler`.
-        max_consecutive_skips: Raise `distamp.NonFiniteGradientsError` at this many skipped steps of
-            one optimizer in a row.
+        max_consecutive_skips: Raise `distamp.errors.NonFiniteGradientsError` at this many skipped
+            steps of one optimizer in a row.
         named_parameters: ``model.named_parameters()``, for names in `nonfinite_report` and in the
             log of skipped steps; add ``model.named_buffers()``, and that log names those which are
             not finite. They are held: give those of the wrapped model, for FSDP2 replaces them.
@@ -217,7 +229,7 @@ class StepGuard(Steps):
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers under one key of ours; a scaler that loads it keeps its scale."""
-        return {GUARDS: {"version": 1}}
+        return {STATE_KEY: {"version": 1}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; of a scaler's state nothing is taken.
@@ -230,7 +242,7 @@ class StepGuard(Steps):
                 f"a guard's state is the dict that guard.state_dict() returned, not "
                 f"{state_dict!r:.80}"
             )
-        own = state_dict.get(GUARDS)
+        own = read_own_state(state_dict)
         if own is not None and (not isinstance(own, Mapping) or own.get("version") != 1):
             raise ConfigError(
                 f"the guard's state was written by another version of distamp ({own!r:.80}); this "

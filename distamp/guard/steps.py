@@ -24,9 +24,9 @@ from distamp.callers import stacklevel_of_caller
 from distamp.errors import (
     CallOrderError,
     ConfigError,
-    GradientError,
     LossScaleCollapseError,
     NonFiniteGradientsError,
+    ReplicaMismatchError,
 )
 from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
@@ -528,7 +528,7 @@ class Steps(Joins):
         why = clipping.differing(rows, norm_type)
         if why is not None:
             own.ranks.settle()  # a rank that could not look at its gradients says why first
-            raise GradientError(why)
+            raise ReplicaMismatchError(why)
         own.ranks.clips_agree = all(map(math.isfinite, itertools.chain(*rows)))
 
     def _square(
@@ -1132,7 +1132,8 @@ class Steps(Joins):
                 parameters belong to no optimizer that this scaler has seen.
             ConfigError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is
                 declared both.
-            GradientError: What counts as a replica differs between ranks; says what to declare.
+            ReplicaMismatchError: A tensor that counts as a replica differs between ranks; says what
+                to declare.
         """
         given: Any = optimizer_or_parameters
         own = self._guard

@@ -18,7 +18,7 @@ from distamp.clipping import (
     positive,
     total,
 )
-from distamp.errors import GradientError
+from distamp.errors import ReplicaMismatchError
 from distamp.gradients import local_of
 from distamp.groups import GroupLike, gather_sums
 from distamp.guard.ranks import Problem, Ranks
@@ -71,7 +71,7 @@ def clip_grad_norm_(
         ConfigError: A number is out of range, or a parameter is declared both, on this rank or
             another.
         TypeError: ``parameters`` has something else than Tensors, on this rank or another.
-        GradientError: What counts as a replica differs between ranks.
+        ReplicaMismatchError: A tensor that counts as a replica differs between ranks.
         RankMismatchError: A rank makes another call, or has other arguments.
         RuntimeError: The norm is not finite, under ``error_if_nonfinite``.
     """
@@ -151,5 +151,5 @@ def measure_unscaled(
         everyone = gather_sums(group, sums)
         why = differing(everyone.tolist(), norm_type)
         if why is not None:
-            raise GradientError(why)
+            raise ReplicaMismatchError(why)
     return chosen, total(everyone, norm_type)

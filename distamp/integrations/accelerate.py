@@ -152,7 +152,7 @@ def _give_scaler(
 ) -> DistGradScaler:
     theirs = accelerator.scaler
     if scaler is None and not settings and isinstance(theirs, DistGradScaler):
-        return theirs  # of distamp.install()
+        return theirs  # of distamp.patch_torch()
     if scaler is None:
         handler = accelerator.scaler_handler
         given = {**({} if handler is None else handler.to_kwargs()), **settings}

@@ -1,11 +1,17 @@
-"""One call from a model and its optimizers to training at a level of precision.
-
-``from distamp import initialize`` is the function; this package holds it and what goes with it.
-"""
+"""Levels of precision, and `initialize`, which prepares a model and its optimizers for one."""
 
 from distamp.levels.amp import Amp, StepResult
 from distamp.levels.casting import cast_model
 from distamp.levels.float8 import float8_layers
 from distamp.levels.initialize import initialize
+from distamp.precision_level import LEVELS, PrecisionLevel
 
-__all__ = ["Amp", "StepResult", "cast_model", "float8_layers", "initialize"]
+__all__ = [
+    "LEVELS",
+    "Amp",
+    "PrecisionLevel",
+    "StepResult",
+    "cast_model",
+    "float8_layers",
+    "initialize",
+]

@@ -14,7 +14,7 @@ from distamp.autocast import autocast
 from distamp.clipping import Declared
 from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
-from distamp.guard import GUARDS, StepGuard
+from distamp.guard import OLD_STATE_KEY, STATE_KEY, StepGuard
 from distamp.levels.casting import O2_OF
 from distamp.levels.checks import check_trained
 from distamp.levels.flat_state import FlatState
@@ -33,6 +33,8 @@ from distamp.scaler import (
 from distamp.sources import source_of
 
 __all__ = ["Amp", "StepResult"]
+
+STATE_KEYS = (STATE_KEY, OLD_STATE_KEY)
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,10 @@ class Amp:
     # -- forward and backward --------------------------------------------------------------------
 
     def autocast(self) -> autocast:
-        """Return the region for forward passes and losses; at fp32, fp16-O2 and fp16-O3 it casts nothing.
+        """Return the autocast region for forward passes and losses.
 
-        A ``torch.autocast``: a context manager and a decorator.
+        It casts nothing at levels without autocast: fp32, and those that cast the model. A
+            ``torch.autocast``: a context manager and a decorator.
         """
         return self._region
 
@@ -554,11 +557,12 @@ def _any(flags: Sequence[Tensor]) -> Tensor:
 
 def _load_scale(scaler: DistGradScaler, state: Any) -> None:
     """Load a scaler's state, where the scale is dynamic on both sides."""
-    saved = DistGradScaler("cpu", loss_scale=scaler.schedule)
+    saved = DistGradScaler("cpu")
+    saved.load_state_dict(scaler.state_dict())
     saved.load_state_dict(state)
-    kinds = {scaler.schedule.kind, saved.schedule.kind}
+    kinds = {each.state_dict()[STATE_KEY]["kind"] for each in (scaler, saved)}
     if len(kinds) > 1:  # which of the two it is, is what `initialize` was given
-        state = {key: value for key, value in state.items() if key != GUARDS}
+        state = {key: value for key, value in state.items() if key not in STATE_KEYS}
     if StaticLossScale.kind not in kinds:
         scaler.load_state_dict(state)
 
@@ -570,7 +574,7 @@ def _check_keys(state: Mapping[str, Any]) -> None:
         ConfigError: It has none of the keys by which a state is known.
     """
     keys = [str(key) for key in state]
-    if any(key in ("scale", GUARDS) or key.startswith("loss_scale") for key in keys):
+    if any(key in ("scale", *STATE_KEYS) or key.startswith("loss_scale") for key in keys):
         return
     given = "no keys"
     if keys:

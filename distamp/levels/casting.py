@@ -35,8 +35,9 @@ _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and
 
 def cast_model(
     model: _M,
-    opt_level: str | PrecisionLevel,
+    level: str | PrecisionLevel | None = None,
     *,
+    opt_level: str | PrecisionLevel | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
     module_precision: Mapping[str, str] | None = None,
@@ -57,7 +58,8 @@ def cast_model(
 
     Args:
         model: A module that no wrapper holds.
-        opt_level: A name in ``distamp.levels.LEVELS``, or a `PrecisionLevel`.
+        level: A name in ``distamp.levels.LEVELS``, one of Apex's, or a `PrecisionLevel`.
+        opt_level: Apex's name of ``level``.
         keep_batchnorm_fp32: In place of the level's own.
         master_weights: In place of the level's own.
         module_precision: Modules in a precision of their own, by shell patterns over their names,
@@ -79,7 +81,7 @@ def cast_model(
     batch norms without affine parameters; here their statistics stay in float32 too.
     """
     level = PrecisionLevel.from_name(
-        opt_level,
+        _named_level(level, opt_level),
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         module_precision=module_precision,
@@ -99,6 +101,31 @@ def cast_model(
     check_frozen(model, level)
     prepare(model, level, pins)
     return model
+
+
+def _named_level(
+    level: str | PrecisionLevel | None, opt_level: str | PrecisionLevel | None
+) -> str | PrecisionLevel:
+    """Return the level that was passed to `cast_model` under either of its two names.
+
+    Raises:
+        TypeError: None was passed, or both were, or a dtype, which does not tell whether an
+            optimizer has float32 masters.
+    """
+    chosen = opt_level if level is None else level
+    if chosen is None or (level is not None and opt_level is not None):
+        raise TypeError(
+            "cast_model() needs one level, as level= or by Apex's name opt_level=, and got "
+            f"level={level!r} and opt_level={opt_level!r}. Call cast_model(model, 'bf16-O2'), for "
+            "example."
+        )
+    if isinstance(chosen, torch.dtype):
+        o2 = O2_OF.get(chosen, "bf16-O2")
+        raise TypeError(
+            f"cast_model() takes the name of a level, not {chosen}. Pass {o2!r} to train with "
+            f"float32 master weights, or {o2.replace('O2', 'O3')!r} to train without them."
+        )
+    return chosen
 
 
 def prepare(model: nn.Module, level: PrecisionLevel, pins: Pins) -> None:
@@ -146,7 +173,7 @@ def check_frozen(model: nn.Module, level: PrecisionLevel) -> None:
         dtype = others.pop()
         raise ConfigError(
             f"{level.name} computes in {level.compute} and the model has frozen "
-            f"{'batch norms' if precision.autocasts else 'parameters'} in {dtype}; take {ways}"
+            f"{'batch norms' if level.autocasts else 'parameters'} in {dtype}; take {ways}"
             f"{O2_OF[dtype]}, or cast them yourself: module.to(...)"
         )
 

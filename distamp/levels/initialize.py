@@ -47,19 +47,19 @@ _logger = logging.getLogger("distamp.initialize")
 def initialize(
     model: nn.Module | Sequence[nn.Module],
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    opt_level: str | PrecisionLevel = "fp16",
+    level: str | torch.dtype | PrecisionLevel | None = None,
     *,
+    opt_level: str | PrecisionLevel | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
-    loss_scale: float | str | None = None,
+    loss_scale: LossScale | float | str | None = None,
     module_precision: Mapping[str, str] | None = None,
     init_scale: float | None = None,
-    schedule: LossScale | None = None,
     max_consecutive_skips: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     comm_hook: str | None = None,
     replicas: ProcessGroup | None = None,
-    ops: OpLists | None = None,
+    op_lists: OpLists | None = None,
     cache_enabled: bool | None = None,
     **apex: object,
 ) -> Amp:
@@ -78,23 +78,25 @@ def initialize(
         optimizers: One or several, over parameters of the models. An empty list for a rank that
             trains nothing beside others that train, such as a frozen pipeline stage: it takes part
             in every message of `Amp.step`. None to only run the model; then nothing is sent.
-        opt_level: A name in ``distamp.levels.LEVELS``, or a `PrecisionLevel`.
+        level: The level, as `PrecisionLevel.from_name` takes it, such as ``"bf16"``. There is no
+            default.
+        opt_level: Apex's name of ``level``.
         keep_batchnorm_fp32: As in Apex; None, here and below, for the level's own.
         master_weights: As in Apex; ``"split"`` for `MasterParameters` in half the memory.
-        loss_scale: As in Apex: a number or ``"dynamic"``.
+        loss_scale: Replaces the loss scale of the level: a constant number, ``"dynamic"``, or a
+            `LossScale` such as ``DynamicLossScale(growth_interval=500)``.
         module_precision: Modules in a precision of their own, as in `cast_model`: shell patterns
             over module names, without those of wrappers. Give both the same, and all ranks the
             same.
-        init_scale: The first loss scale, where it is dynamic.
-        schedule: How a dynamic loss scale moves.
+        init_scale: The first value of a dynamic loss scale.
         max_consecutive_skips: See `DistGradScaler`.
         process_group: The ranks that have a part of the models; see `DistGradScaler`.
         comm_hook: The wire format of gradients between the ranks, such as ``"fp16"``;
             see ``distamp.comm_hooks.register_comm_hook``.
         replicas: With ``comm_hook``, for FSDP2 over only the shard dimension of a mesh: the ranks
             that have the same shard, between which the hook averages too.
-        ops: Of the autocast region, as in `autocast`.
-        cache_enabled: Of the autocast region, as in `autocast`.
+        op_lists: Op lists of the autocast region, as ``ops`` of `autocast`.
+        cache_enabled: As in `autocast`.
         apex: Apex's other arguments, and a scaler's, which raise with what to use instead.
 
     Raises:
@@ -110,25 +112,26 @@ def initialize(
         hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise TypeError(f"initialize() got an unexpected keyword argument {name!r}{hint}")
     level = PrecisionLevel.from_name(
-        opt_level,
+        _chosen_level(level, opt_level),
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
-        loss_scale=loss_scale,
+        loss_scale=_loss_scale_of_level(loss_scale, init_scale),
         module_precision=module_precision,
     )
+    loss_scale_rule, first_scale = _loss_scale_rule(level, loss_scale, init_scale)
     models = _several("model", model, nn.Module)
     stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
-    if ops is not None and not level.autocasts:
+    if op_lists is not None and not level.autocasts:
         raise ConfigError(
-            f"ops= lists what autocast casts, and {level.name} casts nothing op by op; take fp16 "
-            "or "
-            "bf16, or name modules by module_precision="
+            f"op_lists= lists the ops that autocast casts, and {level.name} casts none. Take "
+            "fp16 or "
+            "bf16, or choose modules by module_precision=."
         )
     pins, unmatched = match_patterns(models, level)
     device, refused = "", None
     try:
-        device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, ops)
+        device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, op_lists)
     except Exception as error:
         refused = error
     mine = setup_of(level.pins, unmatched, stepped, refused)
@@ -140,13 +143,12 @@ def initialize(
             pair for m in models for pair in (*m.named_parameters(), *m.named_buffers())
         ],
     }
-    moving, first = _schedule(level, schedule, init_scale)
     fp16_grads: Any = "inplace" if level.casts_model else "error"
     scaler: DistGradScaler | StepGuard = (
         DistGradScaler(
             device,
-            first,
-            loss_scale=moving,
+            first_scale,
+            loss_scale=loss_scale_rule,
             fp16_grads="master" if level.master_weights else fp16_grads,
             **settings,
         )
@@ -156,7 +158,7 @@ def initialize(
     idle = () if stepped else idle_optimizers(setups, device)
     scaler.register_optimizers(*stepped, *idle)
     dtype = level.compute if level.autocasts else None
-    lists = _lists_of(models, ops) if device == "cpu" and level.autocasts else ops
+    lists = _lists_of(models, op_lists) if device == "cpu" and level.autocasts else op_lists
     region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
     # Before masters are made, as it may refuse.
     hooks = tuple(
@@ -177,7 +179,7 @@ def initialize(
     return Amp(models, stepped, level, scaler, region, made, shard_group_fn, idle, lines)
 
 
-def _lists_of(models: Sequence[nn.Module], ops: OpLists | None) -> OpLists | None:
+def _lists_of(models: Sequence[nn.Module], op_lists: OpLists | None) -> OpLists | None:
     """Return the lists of a CPU's region; with norms in fp32, as for CUDA, where kernels need it.
 
     They take weights in half precision, as a frozen base has them, with inputs of that dtype alone.
@@ -186,7 +188,9 @@ def _lists_of(models: Sequence[nn.Module], ops: OpLists | None) -> OpLists | Non
         m for each in models for m in each.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)
     )
     half = any(p.dtype.itemsize == 2 for norm in norms for p in norm.parameters(recurse=False))
-    return OpLists(fp32={"layer_norm", "group_norm"}) | (ops or OpLists()) if half else ops
+    return (
+        OpLists(fp32={"layer_norm", "group_norm"}) | (op_lists or OpLists()) if half else op_lists
+    )
 
 
 def _change(
@@ -219,16 +223,56 @@ def _change(
             MasterParameters(optimizer, split=split, allow_empty=True)
 
 
-def _schedule(
-    level: PrecisionLevel, schedule: LossScale | None, init_scale: float | None
+def _chosen_level(
+    level: str | torch.dtype | PrecisionLevel | None, opt_level: str | PrecisionLevel | None
+) -> str | torch.dtype | PrecisionLevel:
+    """Return the level that was passed under either of its two names.
+
+    Raises:
+        TypeError: None was passed, or both were.
+    """
+    if level is not None and opt_level is not None:
+        raise TypeError(
+            f"initialize() got level={level!r} and opt_level={opt_level!r}, which are two names of "
+            "one argument. Pass level alone."
+        )
+    chosen = opt_level if level is None else level
+    if chosen is None:
+        raise TypeError(
+            "initialize() needs a level, because there is no default. Pass level='bf16' on devices "
+            "that compute in bfloat16, else level='fp16', as in "
+            "initialize(model, optimizer, 'bf16')."
+        )
+    return chosen
+
+
+def _loss_scale_of_level(
+    loss_scale: LossScale | float | str | None, init_scale: float | None
+) -> float | str | None:
+    """Return what a ``loss_scale`` argument replaces the level's loss scale by; None keeps it."""
+    if isinstance(loss_scale, StaticLossScale):
+        return 2.0**16 if init_scale is None else init_scale
+    return "dynamic" if isinstance(loss_scale, LossScale) else loss_scale
+
+
+def _loss_scale_rule(
+    level: PrecisionLevel, loss_scale: LossScale | float | str | None, init_scale: float | None
 ) -> tuple[LossScale, float]:
+    """Return the rule that moves the loss scale of a level, and its first value.
+
+    Raises:
+        ConfigError: ``init_scale`` was given, and the loss scale is another constant.
+    """
     if level.loss_scale == "dynamic":
-        return schedule or DynamicLossScale(), 2.0**16 if init_scale is None else init_scale
-    if schedule is not None or init_scale is not None:
-        name = "schedule" if schedule is not None else "init_scale"
+        rule = loss_scale if isinstance(loss_scale, LossScale) else DynamicLossScale()
+        return rule, 2.0**16 if init_scale is None else init_scale
+    if isinstance(loss_scale, StaticLossScale):
+        return loss_scale, level.loss_scale
+    if init_scale is not None:
         raise ConfigError(
-            f"{name} was given, and the loss scale of {level.name} is the constant "
-            f"{level.loss_scale:g}; pass loss_scale='dynamic' too, or leave {name} out"
+            f"init_scale={init_scale:g} was given, and the loss scale of {level.name} is the "
+            f"constant {level.loss_scale:g}. Pass loss_scale='dynamic' as well, or leave "
+            "init_scale out."
         )
     return StaticLossScale(), level.loss_scale
 
@@ -255,14 +299,14 @@ _ELSEWHERE = {
     "bf16-O2 and "
     "bf16-O3 to bfloat16",
     "patch_torch_functions": "nothing is patched: fp16 casts inside amp.autocast()",
-    "cast_model_outputs": "pass opt_level=PrecisionLevel.from_name(level).replace(output=dtype)",
-    "enabled": "pass opt_level='fp32'",
+    "cast_model_outputs": "pass level=PrecisionLevel.from_name(level).replace(output=dtype)",
+    "enabled": "pass level='fp32'",
     "hard_override": "a contradiction cannot be overridden",
     "verbosity": "nothing is printed",
-    "min_loss_scale": "pass schedule=DynamicLossScale(min_scale=...)",
-    "max_loss_scale": "pass schedule=DynamicLossScale(max_scale=...)",
+    "min_loss_scale": "pass loss_scale=DynamicLossScale(min_scale=...)",
+    "max_loss_scale": "pass loss_scale=DynamicLossScale(max_scale=...)",
     **{
-        name: f"pass schedule=DynamicLossScale({name}=...)"
+        name: f"pass loss_scale=DynamicLossScale({name}=...)"
         for name in ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale")
     },
 }

@@ -2,7 +2,7 @@
 
 from distamp.report.contract import ContractReport, PrecisionContract, Violation
 from distamp.report.findings import Finding, findings
-from distamp.report.mismatch import mismatch
+from distamp.report.logprob_mismatch import logprob_mismatch
 from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.recording import precision_report
@@ -22,8 +22,8 @@ __all__ = [
     "Violation",
     "find_first_nonfinite",
     "findings",
+    "logprob_mismatch",
     "lost_updates",
-    "mismatch",
     "precision_report",
     "preflight",
 ]

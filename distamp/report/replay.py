@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.errors import CallOrderError
 from distamp.fsdp_params import sharded_params
 from distamp.groups import GroupLike, resolve
 from distamp.module_names import module_names
@@ -170,17 +171,17 @@ def find_first_nonfinite(
 
 
 class StepReplay:
-    """Keeps what the replay of a step needs, and replays it when the step was skipped.
+    """Replay of a training step that was skipped, which logs the first operation that failed.
 
-    For the ``replay`` of a guard or a scaler::
+    Attached to a `StepGuard` or a `DistGradScaler`::
 
-        guard.replay = distamp.StepReplay(model)
+        replay = distamp.report.StepReplay(model).attach(guard)
         for batches in loader:
             def step():
                 for batch in batches:
                     loss_fn(model(batch)).backward()
 
-            guard.keep(step, *batches)     # before the step: random states, and a copy of buffers
+            replay.record(step, *batches)  # before the step: random states, and a copy of buffers
             step()
             guard.step(optimizer)
             guard.update()                 # replays a step that was skipped, and logs why
@@ -201,17 +202,58 @@ class StepReplay:
     def __init__(self, model: nn.Module) -> None:
         self.found: NonFiniteOrigin | None = None
         self._model = model
+        self._guard: Any = None
         self._kept: tuple[Callable[[], Any], _Kept, list[tuple[Tensor, int]]] | None = None
         # How many steps were skipped in a row; -1 once they were replayed.
         self._skips = 0
 
-    def keep(self, step: Callable[[], Any], *batches: Any) -> None:
-        """Keep a step before it runs; the last one counts.
+    def attach(self, guard: Any) -> Self:
+        """Have a guard or a scaler replay its skipped steps by this object.
 
         Args:
-            step: As of `find_first_nonfinite`; with the loss scaled where there is a scale.
-            batches: Its batches, in any nesting: it is said if they change before the replay.
+            guard: A `StepGuard` or a `DistGradScaler`, such as ``amp.scaler``. It replays by one
+                object, so this one takes the place of another.
+
+        Returns:
+            This object.
+
+        Raises:
+            TypeError: ``guard`` is neither.
         """
+        if not callable(getattr(guard, "attach_replay", None)):
+            raise TypeError(
+                "StepReplay.attach() takes a StepGuard or a DistGradScaler, such as amp.scaler, "
+                f"not {type(guard).__name__}."
+            )
+        guard.attach_replay(self)
+        self._guard = guard
+        return self
+
+    def detach(self) -> None:
+        """Stop what `attach` began; does nothing if there was no guard."""
+        if self._guard is not None:
+            self._guard.attach_replay(None)
+        self._guard = None
+        self._kept = None
+
+    def record(self, step: Callable[[], Any], *batches: Any) -> None:
+        """Record a step before it runs, so that ``update`` replays it if it is skipped.
+
+        Every rank records its step. The last recorded one counts.
+
+        Args:
+            step: As of `find_first_nonfinite`, with the loss scaled by a scaler if there is one.
+            batches: Batches of the step, in any nesting. The answer says if they changed in place
+                before the replay.
+
+        Raises:
+            CallOrderError: `attach` was not called.
+        """
+        if self._guard is None:
+            raise CallOrderError(
+                "record() was called on a StepReplay that no guard or scaler would call. Attach it "
+                "first: replay = StepReplay(model).attach(guard)."
+            )
         versions = [(each, _version(each)) for each in tensors_in(batches)]
         self._kept = step, _Kept(self._model), versions
 
@@ -246,7 +288,7 @@ class StepReplay:
             if any(every_rank(nan or not scaled or self._skips >= 3, group)):
                 mine = any(_version(each) != version for each, version in versions)
                 changed = any(every_rank(mine, group))
-                notes = ["a batch was changed in place since the step was kept"] * changed
+                notes = ["a batch was changed in place since the step was recorded"] * changed
                 self._skips = -1
                 self.found = _search(step, self._model, kept, notes, True, group)
                 if is_first_rank(group):

@@ -1,4 +1,4 @@
-"""Loss scaling: `DistGradScaler` and the schedules that move its scale."""
+"""Loss scaling: `DistGradScaler` and the rules that move its loss scale."""
 
 from distamp.guard.optimizer_state import StepCounts
 from distamp.masters import MasterParameters, master_params, masters_of

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import CallOrderError, ConfigError
-from distamp.guard.step_guard import GUARDS
+from distamp.guard.step_guard import STATE_KEY, read_own_state
 from distamp.scaler.loss_scale import LOSS_SCALES, DynamicLossScale, LossScale
 
-__all__ = ["Saved", "from_torch", "read_state", "written_schedule"]
+__all__ = ["Saved", "from_torch", "read_state", "write_loss_scale"]
 
 _VERSION = 1
 # What the counters on a device hold.
@@ -28,13 +28,13 @@ class Saved:
     """What was read from a state.
 
     Args:
-        schedule: How the scale moves.
+        loss_scale: How the scale moves.
         scale: The loss scale; None where the state does not say.
         tracker: Clean iterations since the scale last moved; None where it does not say.
         hysteresis: Overflows still forgiven; None where it does not say.
     """
 
-    schedule: LossScale
+    loss_scale: LossScale
     scale: float | None = None
     tracker: int | None = None
     hysteresis: int | None = None
@@ -46,7 +46,7 @@ def read_state(state: Mapping[str, Any], current: LossScale) -> Saved:
     Args:
         state: torch's five keys; or ``amp.state_dict()`` of Apex (``{"loss_scaler0":
             {"loss_scale": ..., "unskipped": ...}}``).
-        current: The schedule of the scaler that loads. torch's five keys say nothing of bounds or
+        current: The loss scale of the scaler that loads. torch's five keys say nothing of bounds or
             hysteresis, so those are kept where the state has no key of ours.
 
     Raises:
@@ -59,26 +59,26 @@ def read_state(state: Mapping[str, Any], current: LossScale) -> Saved:
             "The source state dict is empty, possibly because it was saved "
             "from a disabled instance of GradScaler."
         )
-    own = state.get(GUARDS)
+    own = read_own_state(state)
     if own is not None and "scale" not in state:
         return Saved(current)  # of a run that scaled nothing: the scale here is kept
     state = _from_apex(state, current)
     settings = {name: _value(state, name) for name in _TORCH_SETTINGS}
-    schedule, hysteresis = current.replace(**settings), None
+    loss_scale, hysteresis = current.replace(**settings), None
     if own is not None:
-        schedule, hysteresis = _read_own(own, settings)
+        loss_scale, hysteresis = _read_own(own, settings)
     tracker = _count(state, "_growth_tracker")
-    return Saved(schedule, _scale(state, schedule), tracker, hysteresis)
+    return Saved(loss_scale, _scale(state, loss_scale), tracker, hysteresis)
 
 
-def written_schedule(schedule: LossScale, hysteresis: int) -> dict[str, Any]:
-    """Return what torch's five keys cannot hold: the kind of schedule, its bounds and credit."""
-    return {"version": _VERSION, **schedule.extras(), "hysteresis_tracker": hysteresis}
+def write_loss_scale(loss_scale: LossScale, hysteresis: int) -> dict[str, Any]:
+    """Return what torch's five keys cannot hold: the kind of loss scale, its bounds and credit."""
+    return {"version": _VERSION, **loss_scale.extras(), "hysteresis_tracker": hysteresis}
 
 
 def _read_own(state: Any, settings: Mapping[str, Any]) -> tuple[LossScale, int]:
-    """Return schedule and credit of what `written_schedule` returned, and torch's settings."""
-    _check_mapping(state, f"state_dict()[{GUARDS!r}]")
+    """Return loss scale and credit of what `write_loss_scale` returned, and torch's settings."""
+    _check_mapping(state, f"state_dict()[{STATE_KEY!r}]")
     version = state.get("version")
     if type(version) is not int or version != _VERSION:
         raise ConfigError(
@@ -90,13 +90,13 @@ def _read_own(state: Any, settings: Mapping[str, Any]) -> tuple[LossScale, int]:
     if not isinstance(kind, str) or kind not in LOSS_SCALES:
         instead = ": 'headroom' is gone, take 'dynamic'" if kind == "headroom" else ""
         raise ConfigError(
-            f"the scaler state has schedule {kind!r}; known are {sorted(LOSS_SCALES)}{instead}"
+            f"the scaler state has loss scale {kind!r}; known are {sorted(LOSS_SCALES)}{instead}"
         )
     saved = {k: v for k, v in state.items() if k not in ("version", "hysteresis_tracker", "kind")}
     unknown = set(saved) - {field.name for field in fields(LOSS_SCALES[kind])}
     if unknown:
         raise ConfigError(
-            f"the scaler state has settings that schedule {kind!r} does not: {sorted(unknown)}"
+            f"the scaler state has settings that loss scale {kind!r} does not: {sorted(unknown)}"
         )
     return LOSS_SCALES[kind](**settings, **saved), hysteresis
 
@@ -104,15 +104,15 @@ def _read_own(state: Any, settings: Mapping[str, Any]) -> tuple[LossScale, int]:
 def from_torch(state: Mapping[str, Any]) -> Saved:
     """Read what ``torch.amp.GradScaler`` pickled; a disabled one has no settings.
 
-    Such a pickle names torch's class, which under ``distamp.install()`` is this one.
+    Such a pickle names torch's class, which under ``distamp.patch_torch()`` is this one.
 
     Raises:
         ConfigError: A setting is outside its range.
     """
     names = [name for name in _TORCH_SETTINGS if f"_{name}" in state]
-    schedule = DynamicLossScale(**{name: state[f"_{name}"] for name in names})
-    scale = schedule.checked_scale(state.get("_init_scale", 2.0**16))
-    return Saved(schedule, scale, state.get("_init_growth_tracker", 0), 1)
+    loss_scale = DynamicLossScale(**{name: state[f"_{name}"] for name in names})
+    scale = loss_scale.checked_scale(state.get("_init_scale", 2.0**16))
+    return Saved(loss_scale, scale, state.get("_init_growth_tracker", 0), 1)
 
 
 def _check_mapping(state: object, written_by: str) -> None:
@@ -157,7 +157,7 @@ def _from_apex(state: Mapping[str, Any], current: LossScale) -> Mapping[str, Any
     return {**kept, "scale": apex["loss_scale"], "_growth_tracker": apex["unskipped"]}
 
 
-def _scale(state: Mapping[str, Any], schedule: LossScale) -> float:
+def _scale(state: Mapping[str, Any], loss_scale: LossScale) -> float:
     value = _value(state, "scale")
     if not isinstance(value, (int, float, Tensor)):
         raise ConfigError(f"the scaler state's scale must be a number, not {value!r}")
@@ -167,11 +167,11 @@ def _scale(state: Mapping[str, Any], schedule: LossScale) -> float:
             f"the scaler state has loss scale {scale}, with which no step can be taken. Load it "
             "with another 'scale', such as 65536.0"
         )
-    kept = min(max(scale, schedule.min_scale), schedule.max_scale)
+    kept = min(max(scale, loss_scale.min_scale), loss_scale.max_scale)
     if kept != scale:
         warnings.warn(
-            f"the loaded loss scale {scale:g} is outside [{schedule.min_scale:g}, "
-            f"{schedule.max_scale:g}] and becomes {kept:g}",
+            f"the loaded loss scale {scale:g} is outside [{loss_scale.min_scale:g}, "
+            f"{loss_scale.max_scale:g}] and becomes {kept:g}",
             stacklevel=stacklevel_of_caller(),
         )
     return kept

@@ -23,11 +23,11 @@ from distamp.guard.asked import Guard
 from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
-from distamp.guard.step_guard import GUARDS
+from distamp.guard.step_guard import STATE_KEY
 from distamp.guard.steps import Steps, outside_the_graph
 from distamp.optimizers import innermost
 from distamp.scaler import settings
-from distamp.scaler.checkpoint import Saved, from_torch, read_state, written_schedule
+from distamp.scaler.checkpoint import Saved, from_torch, read_state, write_loss_scale
 from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale, ScaleState
 from distamp.scaler.outputs import map_tensors
 from distamp.scaler.settings import Settings
@@ -36,15 +36,15 @@ from distamp.sources import source_of
 __all__ = ["DistGradScaler"]
 
 
-def _of_the_schedule(name: str) -> Any:
+def _loss_scale_property(name: str) -> Any:
     """Return a property under torch's private name, which torch's own getters and setters use."""
 
     def change(self: DistGradScaler, value: float) -> None:
         own = self._distamp
-        schedule = own.settings.schedule.replace(**{name: value})
-        own.settings = replace(own.settings, schedule=schedule)
+        loss_scale = own.settings.loss_scale.replace(**{name: value})
+        own.settings = replace(own.settings, loss_scale=loss_scale)
 
-    return property(lambda self: getattr(self._distamp.settings.schedule, name), change)
+    return property(lambda self: getattr(self._distamp.settings.loss_scale, name), change)
 
 
 class _Own:
@@ -56,8 +56,8 @@ class _Own:
         self.settings = given
         # Scale and growth tracker as last set from outside; what follows, all ranks do alike.
         self.begun = begun
-        # The credit of a schedule that forgives overflows; a tensor from the first update on.
-        self.hysteresis: int | Tensor = given.schedule.initial_hysteresis
+        # The credit of a loss scale that forgives overflows; a tensor from the first update on.
+        self.hysteresis: int | Tensor = given.loss_scale.initial_hysteresis
         # A scale on the host and its inverse: it moves seldom, and a tensor costs time.
         self.inverse: tuple[float, Tensor] = (0.0, torch.empty((), device="cpu"))
         # Whether a loss was ever scaled here: ranks tell each other.
@@ -92,8 +92,9 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             initialised, else for this process only. Resolved at each message, not here.
         min_scale: The scale never falls below this.
         max_scale: The scale never rises above this.
-        schedule: The rule that changes the scale, instead of the five settings above. See
-            `distamp.scaler.loss_scale`.
+        loss_scale: The rule that changes the scale, instead of the five settings above: a
+            `LossScale` such as `DynamicLossScale` or `HysteresisLossScale`. The first value is
+            still ``init_scale``.
         fp16_grads: What to do with float16 gradients. ``"error"`` raises exactly where torch
             raises. ``"inplace"`` unscales them in place, as ShardedGradScaler does; values below
             6e-8 times the scale become zero. ``"master"`` unscales them in float32, into the
@@ -137,7 +138,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         process_group: GroupLike = None,
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
-        schedule: LossScale | None = None,
+        loss_scale: LossScale | None = None,
         fp16_grads: Literal["error", "inplace", "master"] = "error",
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
@@ -153,8 +154,8 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             )
         given, scale, names = Settings(DynamicLossScale()), 1.0, names_of(None)
         if self._enabled:  # what is off need not be right, as in torch
-            rule = settings.schedule_of(
-                growth_factor, backoff_factor, growth_interval, min_scale, max_scale, schedule
+            rule = settings.resolve_loss_scale(
+                growth_factor, backoff_factor, growth_interval, min_scale, max_scale, loss_scale
             )
             names = names_of(named_parameters)
             given = Settings(rule, fp16_grads, max_consecutive_skips)
@@ -252,7 +253,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
 
     @outside_the_graph
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale by the schedule, or set it, and begin the next iteration.
+        """Update the scale by its rule, or set it, and begin the next iteration.
 
         Like ``torch.amp.GradScaler.update``, but the scale stays within its bounds, and gradients
         that no call looked at in this iteration are multiplied by new / old.
@@ -279,7 +280,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         with self._guard.ranks.errors_sent_later():
             self._check_flags(new_scale)
             if new_scale is not None:
-                rule, number = own.settings.schedule, settings.one_number(new_scale)
+                rule, number = own.settings.loss_scale, settings.one_number(new_scale)
                 value = rule.checked_scale(number, "new_scale")
         if new_scale is None:
             flags = self._flags()
@@ -288,7 +289,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
                 found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
             if not isinstance(own.hysteresis, Tensor):
                 own.hysteresis = torch.full_like(tracker, own.hysteresis)
-            own.settings.schedule.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
+            own.settings.loss_scale.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
         else:
             scale.fill_(value)
             own.begun = (value, own.begun[1])
@@ -340,7 +341,9 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
     def _has_joined(self, remembered: Sequence[float]) -> None:
         if remembered:
             scale, tracker, hysteresis = remembered
-            self._load(Saved(self._distamp.settings.schedule, scale, int(tracker), int(hysteresis)))
+            self._load(
+                Saved(self._distamp.settings.loss_scale, scale, int(tracker), int(hysteresis))
+            )
         # update(new_scale) may have set it where others had no inputs left.
         self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
 
@@ -380,27 +383,27 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             "use scaler.scale(loss or outputs) earlier in the iteration."
         )
 
-    _growth_factor = _of_the_schedule("growth_factor")
-    _backoff_factor = _of_the_schedule("backoff_factor")
-    _growth_interval = _of_the_schedule("growth_interval")
+    _growth_factor = _loss_scale_property("growth_factor")
+    _backoff_factor = _loss_scale_property("backoff_factor")
+    _growth_interval = _loss_scale_property("growth_interval")
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five keys, and one of ours: what the schedule is and remembers beyond.
+        """Return torch's five keys, and one of ours: how the loss scale moves, and its memory.
 
         Numbers and strings. ``torch.amp.GradScaler`` loads it. Empty when disabled.
         """
         if not self._enabled:
             return {}
         own = self._distamp
-        ours = written_schedule(own.settings.schedule, int(own.hysteresis))
-        return {**super().state_dict(), GUARDS: ours}
+        ours = write_loss_scale(own.settings.loss_scale, int(own.hysteresis))
+        return {**super().state_dict(), STATE_KEY: ours}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, of this class or of torch's, or Apex's.
 
-        With our key the kind of schedule, its bounds and what it remembers are loaded too. A
+        With our key the kind of loss scale, its bounds and its memory are loaded too. A
         disabled scaler loads nothing, as in torch.
 
         Raises:
@@ -408,17 +411,12 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             ConfigError: A value is outside its range; nothing is changed then.
         """
         if self._enabled:
-            self._load(read_state(state_dict, self._distamp.settings.schedule))
-
-    @property
-    def schedule(self) -> LossScale:
-        """How the loss scale moves."""
-        return self._distamp.settings.schedule
+            self._load(read_state(state_dict, self._distamp.settings.loss_scale))
 
     def _load(self, saved: Saved) -> None:
-        own, rule = self._distamp, saved.schedule
+        own, rule = self._distamp, saved.loss_scale
         own.scale_of_grads = None
-        own.settings = replace(own.settings, schedule=rule)
+        own.settings = replace(own.settings, loss_scale=rule)
         scale = self.get_scale() if saved.scale is None else saved.scale
         tracker = self._get_growth_tracker() if saved.tracker is None else saved.tracker
         scale = min(max(scale, rule.min_scale), rule.max_scale)
@@ -451,7 +449,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         Joinable.__init__(self)
         if "_distamp" not in state:
             torchs = from_torch(state)
-            ours = Settings(torchs.schedule), torchs.hysteresis, Ranks(None)
+            ours = Settings(torchs.loss_scale), torchs.hysteresis, Ranks(None)
             tracker = {"_init_scale": torchs.scale, "_init_growth_tracker": torchs.tracker}
             state = {**state, **tracker, "_distamp": ours}
         self.__dict__.update(state)

@@ -19,7 +19,7 @@ MAX_SCALE = 2.0**127
 
 
 class ScaleState(NamedTuple):
-    """What a schedule carries from one iteration to the next.
+    """State of a loss scale that goes from one iteration to the next.
 
     Args:
         scale: 0-d float32, the loss scale.
@@ -45,7 +45,7 @@ class ScaleState(NamedTuple):
 
 @dataclass(frozen=True)
 class LossScale:
-    """Settings that every schedule has, and the rule that moves the scale.
+    """Settings that every loss scale has, and the rule that moves it.
 
     Args:
         growth_factor: Multiplies the scale after ``growth_interval`` clean iterations; > 1.
@@ -170,7 +170,7 @@ class DynamicLossScale(LossScale):
 
 @dataclass(frozen=True)
 class HysteresisLossScale(LossScale):
-    """A dynamic schedule that forgives overflows before it backs off.
+    """A dynamic loss scale that forgives overflows before it backs off.
 
     Args:
         hysteresis: The scale backs off on this overflow and every later one, until the credit is
@@ -229,7 +229,8 @@ class StaticLossScale(LossScale):
 
 
 LOSS_SCALES: dict[str, type[LossScale]] = {
-    schedule.kind: schedule for schedule in (DynamicLossScale, HysteresisLossScale, StaticLossScale)
+    loss_scale.kind: loss_scale
+    for loss_scale in (DynamicLossScale, HysteresisLossScale, StaticLossScale)
 }
 
 

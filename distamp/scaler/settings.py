@@ -15,7 +15,7 @@ from distamp.guard.steps import checked_limit
 from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
 from distamp.sources import GradientSource
 
-__all__ = ["Settings", "one_number", "resolve_device", "schedule_of"]
+__all__ = ["Settings", "one_number", "resolve_device", "resolve_loss_scale"]
 
 _FP16_GRADS = ("error", "inplace", "master")
 
@@ -45,31 +45,34 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     return device_type, there
 
 
-def schedule_of(
+def resolve_loss_scale(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
     min_scale: float,
     max_scale: float,
-    schedule: LossScale | None,
+    loss_scale: LossScale | None,
 ) -> LossScale:
-    """Return the schedule that a scaler's settings ask for.
+    """Return the loss scale that a scaler's settings ask for.
 
     Raises:
-        TypeError: ``schedule`` is none.
-        ConfigError: A setting is outside its range, or belongs to the schedule that is given.
+        TypeError: ``loss_scale`` is not a LossScale.
+        ConfigError: A setting is outside its range, or belongs to the loss scale that is given.
     """
     settings = (growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
-    if schedule is None:
+    if loss_scale is None:
         return DynamicLossScale(*settings)
-    if not isinstance(schedule, LossScale):
-        raise TypeError(f"schedule must be a LossScale, not {type(schedule).__name__}")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            "loss_scale must be a LossScale, such as DynamicLossScale() or StaticLossScale(), not "
+            f"{type(loss_scale).__name__}. Pass a number as init_scale, which is the first scale."
+        )
     if settings != (2.0, 0.5, 2000, MIN_SCALE, MAX_SCALE):
         raise ConfigError(
             "growth_factor, backoff_factor, growth_interval, min_scale and max_scale belong to "
-            "the schedule when one is given; set them there"
+            "the loss scale when one is given; set them there"
         )
-    return schedule
+    return loss_scale
 
 
 def one_number(value: float | Tensor) -> float:
@@ -89,7 +92,7 @@ class Settings:
     """What a scaler was made with; made anew where a setting changes.
 
     Args:
-        schedule: How the scale moves.
+        loss_scale: How the scale moves.
         fp16_grads: What to do with float16 gradients.
         max_consecutive_skips: The limit on skipped steps in a row.
 
@@ -97,7 +100,7 @@ class Settings:
         ConfigError: ``fp16_grads`` or ``max_consecutive_skips`` is none of what is allowed.
     """
 
-    schedule: LossScale
+    loss_scale: LossScale
     fp16_grads: str = "error"
     max_consecutive_skips: int | None = None
 

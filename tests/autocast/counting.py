@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distamp import PrecisionReport
+from distamp.report import PrecisionReport
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from distamp import autocast
-from distamp.autocast import AutocastState, OpLists, propagate
+from distamp.autocast import AutocastState, OpLists
 from distamp.errors import ConfigError
 
 pytestmark = [
@@ -74,7 +74,7 @@ def applying(x: Tensor) -> Tensor:
 
 with autocast("cpu", ops=LISTS):
     STATE = AutocastState.capture()
-    PROPAGATED = propagate(lambda x: x @ x)
+    PROPAGATED = AutocastState.wrap(lambda x: x @ x)
 INSIDE: dict[str, Callable[[Tensor], Any]] = {
     "regions with lists": Regions(autocast, ops=LISTS),
     "a subclass": Regions(Subclass, ops=LISTS),

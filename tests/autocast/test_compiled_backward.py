@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config
 
-from distamp import AutocastState, autocast, initialize, propagate, set_module_precision
+from distamp import AutocastState, autocast, initialize, set_module_precision
 from distamp.autocast import OpLists
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
@@ -123,7 +123,7 @@ def test_a_pinned_head_has_the_gradient_of_float64():
 
 def in_thread(run: Callable[[], Tensor]) -> Tensor:
     with ThreadPoolExecutor(1) as pool, autocast("cpu"):
-        return pool.submit(propagate(run)).result()
+        return pool.submit(AutocastState.wrap(run)).result()
 
 
 def in_state(run: Callable[[], Tensor]) -> Tensor:

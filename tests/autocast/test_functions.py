@@ -8,12 +8,8 @@ import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor, nn
 
-from distamp import (
-    OpLists,
-    autocast,
-    checkpoint,
-    checkpoint_context_fn,
-)
+from distamp import OpLists, autocast
+from distamp.autocast import checkpoint, checkpoint_context_fn
 from distamp.errors import ConfigError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

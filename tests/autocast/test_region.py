@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distamp import autocast
-from distamp.autocast import AutocastState, OpLists, propagate
+from distamp.autocast import AutocastState, OpLists
 from tests.autocast.conftest import X, in_thread, product, thread_state
 from tests.on_ranks import on_ranks
 
@@ -120,7 +120,7 @@ def _casts(between: str) -> int:
     weight, found = torch.nn.Parameter(torch.ones(2, 2)), []
     with torch.autograd.profiler.profile() as seen, autocast("cpu", BF16) as region:
         around = {
-            "state": propagate(torch.mm),
+            "state": AutocastState.wrap(torch.mm),
             "again": region(torch.mm),
             "another type's": autocast("xpu", FP16, enabled=False)(torch.mm),
         }[between]

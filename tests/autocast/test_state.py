@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distamp import autocast
-from distamp.autocast import AutocastState, OpLists, propagate
+from distamp.autocast import AutocastState, OpLists
 from tests.autocast.conftest import DEVICE_TYPES, X, in_thread, product, thread_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -85,26 +85,26 @@ def test_an_applied_state_nests_in_regions_and_with_itself():
 
 @autocast("cpu", FP16, ops=LISTS)
 def made_in_a_region() -> Any:
-    return propagate(product)
+    return AutocastState.wrap(product)
 
 
 @pytest.mark.parametrize("run", [in_thread, lambda fn: asyncio.run(asyncio.to_thread(fn))])
 def test_a_propagated_function_computes_as_its_maker(run):
     with autocast("cpu", FP16, ops=LISTS):
-        bound = propagate(lambda: (product(), torch.conv1d(X[None], X[None]).dtype))
+        bound = AutocastState.wrap(lambda: (product(), torch.conv1d(X[None], X[None]).dtype))
     assert run(bound) == (FP32, FP16)
     with autocast("cpu"):
         assert run(product) is FP32
         assert pickle.loads(pickle.dumps(made_in_a_region()))() is FP32
-        assert run(propagate(product, AutocastState.capture())) is BF16
+        assert run(AutocastState.capture().wrap(product)) is BF16
     assert made_in_a_region().__name__ == "product"
     with pytest.raises(TypeError, match="callable"):
-        propagate(3)  # type: ignore[arg-type]
+        AutocastState.wrap(3)  # type: ignore[arg-type]
 
 
 def under_a_state(fn: Any) -> Any:
     with autocast("cpu", FP16):
-        return propagate(fn)
+        return AutocastState.wrap(fn)
 
 
 PAIR = (FP16, FP32)  # What it computes in, and what its caller computes in meanwhile.
@@ -159,6 +159,6 @@ def test_an_asynchronous_generator_is_refused():
     async def rows() -> AsyncIterator[torch.dtype]:
         yield product()
 
-    for bind in (autocast("cpu", FP16), propagate):
+    for bind in (autocast("cpu", FP16), AutocastState.wrap):
         with pytest.raises(TypeError, match="decorate the coroutine that it awaits"):
             bind(rows)

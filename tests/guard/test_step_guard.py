@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from distamp import DistGradScaler, NonFiniteGradientsError, StepGuard
-from distamp.errors import CallOrderError, ConfigError, LossScaleCollapseError
+from distamp import DistGradScaler, StepGuard
+from distamp.errors import (
+    CallOrderError,
+    ConfigError,
+    LossScaleCollapseError,
+    NonFiniteGradientsError,
+)
 from tests.scaler.steps import INF, iteration, sgd
 
 
@@ -47,12 +52,12 @@ def test_states_of_guards_and_scalers_are_told_apart():
     guard, scaler = StepGuard(), DistGradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones(()))
     state = guard.state_dict()
-    assert [*state] == ["distamp_guard"]
+    assert [*state] == ["distamp"]
     scaler.load_state_dict(state)
     assert scaler.get_scale() == 64.0
     guard.load_state_dict(scaler.state_dict())
     guard.load_state_dict(state)
-    for bad in (3, {"distamp_guard": {"version": 2}}, {"distamp_guard": 1}):
+    for bad in (3, {"distamp": {"version": 2}}, {"distamp": 1}):
         with pytest.raises(ConfigError):
             guard.load_state_dict(bad)
     for again in (copy.deepcopy(guard), pickle.loads(pickle.dumps(guard))):

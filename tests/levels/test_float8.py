@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distamp import PrecisionLevel, cast_model, float8_layers, initialize, set_module_precision
+from distamp import PrecisionLevel, cast_model, initialize, set_module_precision
 from distamp.errors import ConfigError
-from distamp.levels import float8
+from distamp.levels import float8, float8_layers
 from tests.levels import cells
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh

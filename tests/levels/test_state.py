@@ -46,7 +46,7 @@ def test_credit_for_overflows_goes_on_from_a_state():
     resumed.load_state_dict(amp.state_dict())
     saved = amp.scaler.state_dict()
     assert resumed.scaler.state_dict() == saved
-    assert saved["distamp_guard"]["hysteresis_tracker"] == 2
+    assert saved["distamp"]["hysteresis_tracker"] == 2
 
 
 APEX = {"loss_scale": 4096.0, "unskipped": 7}
@@ -98,7 +98,7 @@ STATIC = {"loss_scale": 128.0}
         (("fp16-O2", STATIC), ("fp16-O2", {"loss_scale": 64.0}), 64.0, "static"),
         (
             ("fp16", {}),
-            ("fp16-O2", {"schedule": HysteresisLossScale(hysteresis=3)}),
+            ("fp16-O2", {"loss_scale": HysteresisLossScale(hysteresis=3)}),
             4.0,
             "hysteresis",
         ),
@@ -106,10 +106,13 @@ STATIC = {"loss_scale": 128.0}
 )
 def test_a_scale_is_loaded_where_both_are_dynamic(before, after, scale, kind):
     first, second = made(before[0], **before[1]), made(after[0], **after[1])
-    if first.scaler.schedule.kind == "dynamic":
+    if first.scaler.state_dict()["distamp"]["kind"] == "dynamic":
         first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 4.0})
     second.load_state_dict(first.state_dict())
-    assert (second.scaler.get_scale(), second.scaler.schedule.kind) == (scale, kind)
+    assert (second.scaler.get_scale(), second.scaler.state_dict()["distamp"]["kind"]) == (
+        scale,
+        kind,
+    )
 
 
 def test_another_version_and_a_copy_are_refused():

@@ -15,8 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel
 
 import distamp
-from distamp import ConfigError, ContractReport, PrecisionContract
+from distamp import PrecisionContract
 from distamp.comm_hooks import register_comm_hook
+from distamp.errors import ConfigError
+from distamp.report import ContractReport
 from tests.autocast.counting import Calls
 from tests.levels.nets import train
 from tests.on_ranks import on_ranks

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import distamp
-from distamp import ConfigError
+from distamp.errors import ConfigError
 from distamp.masters import MasterParameters
 from distamp.report import lost_updates
 from tests.on_ranks import on_ranks

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distamp
 from distamp.errors import CallOrderError
+from distamp.report import StepReplay
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.place import here
@@ -360,18 +361,18 @@ def test_a_skipped_step_whose_compiled_run_is_finite_again_is_unseen(fresh_dynam
     call = compiled(model, "torch.compile(model)", without_casts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = distamp.StepGuard()
-    guard.replay = distamp.StepReplay(model)
+    replay = StepReplay(model).attach(guard)
 
     def step() -> None:
         call(x).square().mean().backward()
 
-    guard.keep(step, x)
+    replay.record(step, x)
     step()
     model.inner.weight.grad.fill_(INF)
     guard.step(optimizer)
     guard.update()
-    assert guard.replay.found.kind == "unseen"
-    assert "the compiled step was finite" in str(guard.replay.found)
+    assert replay.found.kind == "unseen"
+    assert "the compiled step was finite" in str(replay.found)
 
 
 def on_a_device() -> list[Any]:
@@ -501,20 +502,21 @@ def test_a_pipeline_is_followed_over_send_and_recv(where: int, kind: str) -> Non
     assert found.module == ""
 
 
-# -- a guard or scaler that keeps its steps --------------------------------------------------------
+# -- a guard or scaler whose steps are replayed-----------------------------------------------------
 
 
-def replaying(model: nn.Module) -> distamp.StepGuard:
+def guard_and_replay(model: nn.Module) -> tuple[distamp.StepGuard, StepReplay]:
     guard = distamp.StepGuard()
-    guard.replay = distamp.StepReplay(model)
-    return guard
+    return guard, StepReplay(model).attach(guard)
 
 
-def trained(guard: Any, model: nn.Module, step: Any, *batches: Any, spoil: Any = None) -> None:
-    """One iteration, kept."""
+def train_once(
+    guard: Any, replay: StepReplay, model: nn.Module, step: Any, *batches: Any, spoil: Any = None
+) -> None:
+    """Run one iteration that is recorded before its step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
-    guard.keep(step, *batches)
+    replay.record(step, *batches)
     step()
     if spoil is not None:
         next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = spoil
@@ -524,15 +526,15 @@ def trained(guard: Any, model: nn.Module, step: Any, *batches: Any, spoil: Any =
 
 def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
-    guard = replaying(model)
-    trained(guard, model, step_of(model, inputs_of()))
-    assert guard.replay.found is None
+    guard, replay = guard_and_replay(model)
+    train_once(guard, replay, model, step_of(model, inputs_of()))
+    assert replay.found is None
     running = model.bn.running_mean.clone()
     model.blocks[1].fault = log
     for _ in range(2):
-        trained(guard, model, step_of(model, inputs_of()))
-    assert guard.replay.found.op == "log"
-    assert guard.replay.found.notes == ()
+        train_once(guard, replay, model, step_of(model, inputs_of()))
+    assert replay.found.op == "log"
+    assert replay.found.notes == ()
     told = [each for each in caplog.records if each.name == "distamp.report"]
     assert len(told) == 1, "once in a row of skipped steps"
     assert told[0].levelno == logging.WARNING
@@ -543,32 +545,32 @@ def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_scaler_replays_a_nan_at_once_and_an_overflow_at_the_third() -> None:
     model, replays = Net(), []
     scaler = distamp.DistGradScaler("cpu", init_scale=4.0)
-    scaler.replay = distamp.StepReplay(model)
+    replay = StepReplay(model).attach(scaler)
 
     def step() -> None:
         scaler.scale(model(inputs_of()[0]).sum()).backward()
 
     for spoil in (INF, INF, None, INF, INF, INF, INF, None, float("nan"), float("nan")):
-        found = scaler.replay.found
-        trained(scaler, model, step, spoil=spoil)
-        replays.append(scaler.replay.found is not found)
+        found = replay.found
+        train_once(scaler, replay, model, step, spoil=spoil)
+        replays.append(replay.found is not found)
     assert replays == [False, False, False, False, False, True, False, False, True, False]
-    assert scaler.replay.found.kind == "unseen", "what was spoilt by hand the replay has not"
+    assert replay.found.kind == "unseen", "what was spoilt by hand the replay has not"
 
 
 def test_a_nan_is_replayed_at_once_where_masters_took_the_gradients() -> None:
     model = nn.Linear(8, 8)
     amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-O2")
-    amp.scaler.replay = distamp.StepReplay(model)
+    replay = StepReplay(model).attach(amp.scaler)
     inputs = torch.full((2, 8), float("nan"))
 
     def step() -> None:
         amp.backward(amp.model(inputs).sum())
 
-    amp.scaler.keep(step, inputs)
+    replay.record(step, inputs)
     step()
     assert not amp.step()
-    assert amp.scaler.replay.found.kind == "input"
+    assert replay.found.kind == "input"
 
 
 def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
@@ -576,7 +578,7 @@ def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     scaler = distamp.DistGradScaler("cpu", init_scale=2.0**127, max_scale=2.0**127)
-    scaler.replay = distamp.StepReplay(model)
+    replay = StepReplay(model).attach(scaler)
     scales = []
 
     def step() -> None:
@@ -584,13 +586,13 @@ def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
         scaler.scale(model(torch.full((2, 8), 1e3)).sum()).backward()
 
     for _ in range(3):
-        trained(scaler, model, step)
+        train_once(scaler, replay, model, step)
     trained_at, replayed_at = scales[:3], scales[3:]
     assert trained_at == [2.0**127, 2.0**126, 2.0**125]
     assert replayed_at
     assert set(replayed_at) == {2.0**125}
     assert scaler.get_scale() == 2.0**124
-    found = scaler.replay.found
+    found = replay.found
     assert (found.op, found.kernel, found.direction) == ("linear", "mm", "backward")
 
 
@@ -613,31 +615,33 @@ def test_a_step_that_raises_on_one_rank_raises_on_all() -> None:
 
 def test_a_batch_that_changed_in_place_is_said() -> None:
     model, inputs = Net(log), inputs_of()
-    guard = replaying(model)
-    guard.keep(step_of(model, inputs), {"batches": [inputs]})
+    guard, replay = guard_and_replay(model)
+    replay.record(step_of(model, inputs), {"batches": [inputs]})
     step_of(model, inputs)()
     inputs.add_(1.0)
     guard.step(torch.optim.SGD(model.parameters()))
     guard.update()
-    assert guard.replay.found.notes == ("a batch was changed in place since the step was kept",)
+    assert replay.found.notes == ("a batch was changed in place since the step was recorded",)
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
     with pytest.raises(TypeError, match="find_first_nonfinite takes a function that runs forward"):
         distamp.find_first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(CallOrderError, match=r"set \.replay = distamp\.StepReplay\(model\) first"):
-        distamp.StepGuard().keep(lambda: None)
-    with pytest.raises(TypeError, match=r"replay is a .* or None, not Linear"):
-        distamp.StepGuard().replay = nn.Linear(1, 1)  # type: ignore[assignment]
+    with pytest.raises(CallOrderError, match=r"Attach it first: replay = StepReplay\(model\)"):
+        StepReplay(nn.Linear(1, 1)).record(lambda: None)
+    with pytest.raises(TypeError, match=r"takes a StepGuard or a DistGradScaler, .* not Linear"):
+        StepReplay(nn.Linear(1, 1)).attach(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"takes a StepReplay or None, not Linear"):
+        distamp.StepGuard().attach_replay(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 @on_ranks(2)
 def test_all_ranks_find_the_same_and_one_logs_it() -> None:
     model = spread(Net(log_on_rank_1), "DDP")
-    guard = replaying(model)
+    guard, replay = guard_and_replay(model)
     weights = [each.clone() for each in model.parameters()]
     with logged("distamp.report") as lines:
-        trained(guard, model, step_of(model, inputs_of(dist.get_rank())))
-    assert (guard.replay.found.op, guard.replay.found.ranks) == ("log", (1,))
+        train_once(guard, replay, model, step_of(model, inputs_of(dist.get_rank())))
+    assert (replay.found.op, replay.found.ranks) == ("log", (1,))
     assert all(map(torch.equal, weights, model.parameters())), "the step was skipped"
     assert len(lines) == (dist.get_rank() == 0)

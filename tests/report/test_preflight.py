@@ -13,14 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from distamp import (
-    PrecisionReport,
-    autocast,
-    findings,
-    precision_report,
-    preflight,
-    set_module_precision,
-)
+from distamp import autocast, precision_report, preflight, set_module_precision
+from distamp.report import PrecisionReport, findings
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, mlp
 from tests.on_ranks import on_ranks
 

@@ -35,17 +35,17 @@ def replay(group: Any, bad: bool, stepper: Any) -> tuple[int, ...]:
     """Skip a step, whose replay is over the group of the guard or scaler."""
     model = net(group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stepper.replay = distamp.StepReplay(model)
+    step_replay = distamp.report.StepReplay(model).attach(stepper)
 
     def step() -> None:
         loss = model(inputs(bad)).square().mean()
         getattr(stepper, "scale", lambda loss: loss)(loss).backward()
 
-    stepper.keep(step)
+    step_replay.record(step)
     step()
     stepper.step(optimizer)
     stepper.update()
-    return stepper.replay.found.ranks
+    return step_replay.found.ranks
 
 
 def replay_of_a_guard(group: Any, bad: bool) -> tuple[int, ...]:

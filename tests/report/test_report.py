@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
-from distamp import OpLists, PrecisionReport, findings, precision_report
+from distamp import OpLists, precision_report
 from distamp.gradients import local_of
-from distamp.report import lost_updates
+from distamp.report import PrecisionReport, findings, lost_updates
 from distamp.scaler import master_params
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
 from tests.levels.cells import wrapped

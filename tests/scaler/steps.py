@@ -63,7 +63,7 @@ def through_a_file(state: Any) -> Any:
 
 def torchs_keys(state: dict[str, Any]) -> dict[str, Any]:
     """A state without our key."""
-    return {key: value for key, value in state.items() if key != "distamp_guard"}
+    return {key: value for key, value in state.items() if key != "distamp"}
 
 
 def torch_scaler(init_scale: float = 1024.0, **settings: Any) -> torch.amp.GradScaler:

@@ -129,7 +129,7 @@ def _stepped(fused: bool, settings: dict[str, Any]) -> list[Any]:
     "settings",
     [
         {"growth_interval": 1},
-        {"schedule": HysteresisLossScale(hysteresis=2)},
+        {"loss_scale": HysteresisLossScale(hysteresis=2)},
         {"fp16_grads": "master"},
     ],
     ids=["dynamic", "hysteresis", "masters"],

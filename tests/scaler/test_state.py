@@ -30,7 +30,7 @@ from tests.scaler.steps import (
 FILES = sorted((Path(__file__).parent / "states").glob("*/*.json"))
 BEFORE = (0.25, 3.0, INF, 0.25, 0.25, 0.5, INF, 0.25)
 AFTER = (0.25, 0.25, INF, INF, 0.25, 0.25, 0.25, 0.25)
-OURS = "distamp_guard"
+OURS = "distamp"
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 LOSS_SCALES: dict[str, Any] = {
     "default": None,

@@ -77,16 +77,16 @@ def test_a_bad_setting_is_refused_by_name_and_value_wherever_it_is_given(setting
 # Arguments beside ``device="cpu"``, or other devices.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
-        ({"schedule": StaticLossScale(), **setting}, ConfigError, "belong to the schedule")
+        ({"loss_scale": StaticLossScale(), **setting}, ConfigError, "belong to the loss scale")
         for setting in ({"growth_factor": 3.0}, {"growth_interval": 5}, {"min_scale": 1.0})
     ),
     (
-        {"init_scale": 0.5, "schedule": DynamicLossScale(min_scale=1.0)},
+        {"init_scale": 0.5, "loss_scale": DynamicLossScale(min_scale=1.0)},
         ConfigError,
         "init_scale must be between .*min_scale=1.0",
     ),
-    ({"schedule": "static"}, TypeError, "schedule must be a LossScale, not"),
-    ({"schedule": StaticLossScale}, TypeError, "schedule must be a LossScale, not"),
+    ({"loss_scale": "static"}, TypeError, "loss_scale must be a LossScale, not"),
+    ({"loss_scale": StaticLossScale}, TypeError, "loss_scale must be a LossScale, not"),
     ({"named_parameters": nn.Linear(1, 1)}, TypeError, "pairs of name and parameter"),
     ({"named_parameters": nn.Linear(1, 1).parameters()}, TypeError, "pairs of name and parameter"),
     ({"process_group": "gloo"}, TypeError, "must be a ProcessGroup, a DeviceMesh or None"),

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distamp import OpLists, autocast, propagate
-from distamp.autocast import AutocastState
+from distamp import AutocastState, OpLists, autocast
 from tests.on_ranks import on_devices
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -52,7 +51,7 @@ def _trained(by_hand: bool) -> Any:
         return torch.tanh(y.half() if by_hand else y)
 
     with autocast("sim", HALF, ops=TURNED), concurrent.futures.ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(propagate(forward), range(3)))
+        outputs = list(pool.map(AutocastState.wrap(forward), range(3)))
     torch.stack([y.float() for y in outputs]).sum().backward()
     return [y.dtype for y in outputs], layer.weight.grad.cpu()  # type: ignore[union-attr]
 

@@ -86,7 +86,7 @@ def test_scalers_that_are_there_are_kept_and_optimizers_can_be_pickled():
     optimizer = accelerator.prepare(torch.optim.SGD(model().parameters(), lr=0.1))
     assert optimizer.scaler is accelerator.scaler is second
     assert pickle.loads(pickle.dumps(optimizer)).scaler.get_scale() == 2.0
-    with distamp.install():
+    with distamp.patch_torch():
         assert isinstance(get_fsdp2_grad_scaler(device="cpu"), DistGradScaler)
 
 

@@ -144,7 +144,7 @@ def run(name: str, in_bf16: bool = False) -> tuple[float, float, str]:
         try:
             exec(compile(text, str(PAGE), "exec"), namespace)
         finally:
-            distamp.uninstall()
+            distamp.unpatch_torch()
     scaler = operator.attrgetter(place)(types.SimpleNamespace(**namespace))
     net = namespace.get("model", namespace.get("module"))
     if net is None:

@@ -124,7 +124,7 @@ def test_what_lightning_keeps_and_what_it_cannot_be():
     for name, given, error, says in wrong:
         with pytest.raises(error, match=says):
             train(name, devices=1, **given)
-    with distamp.install():
+    with distamp.patch_torch():
         assert isinstance(Theirs("16-mixed", "cpu").scaler, DistGradScaler)
 
 

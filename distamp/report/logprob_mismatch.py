@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from distamp.errors import RankMismatchError
 
-__all__ = ["mismatch"]
+__all__ = ["logprob_mismatch"]
 
 # By torch's newer name where there is, which does not warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,7 +18,7 @@ _SUMS = ("abs_mean", "k1", "k3", "clipped")
 _SENT = 1 + len(_SUMS) + 3
 
 
-def mismatch(
+def logprob_mismatch(
     sampler_logprobs: Tensor,
     trainer_logprobs: Tensor,
     mask: Tensor | None = None,
@@ -66,7 +66,7 @@ def mismatch(
 
     Example::
 
-        logger.log(mismatch(batch["sampled"], batch["trained"], batch["mask"]))
+        logger.log(logprob_mismatch(batch["sampled"], batch["trained"], batch["mask"]))
     """
     error = None
     try:
@@ -80,7 +80,7 @@ def mismatch(
     bad = everyone[:, 0].isnan().nonzero().flatten().tolist()
     if bad:
         raise RankMismatchError(
-            f"mismatch() raised on rank {bad[0]} of the group, with its own error"
+            f"logprob_mismatch() raised on rank {bad[0]} of the group, with its own error"
         )
     result = {}
     for unit, part in zip(("token", "sequence"), everyone.split(_SENT, 1), strict=True):

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distamp.errors import RankMismatchError
-from distamp.report import mismatch
+from distamp.report import logprob_mismatch
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 
 
 def expected(rows: list[list[float]], low: float = 0.2, high: float = 0.2) -> dict[str, float]:
-    """What `mismatch` should say of these differences, sampler minus trainer, row by row."""
+    """Return the result of `logprob_mismatch` for differences, sampler minus trainer, by row."""
     result = {}
     units = {"token": [d for row in rows for d in row], "sequence": [sum(row) for row in rows]}
     for unit, differences in units.items():
@@ -52,25 +52,25 @@ def test_the_numbers_are_those_of_float64_by_hand(clip_range):
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     wanted = expected(differences(*given), low, high)
     assert 0 < wanted["mismatch/token_clipped"] < 1
-    assert mismatch(*given, clip_range=clip_range) == pytest.approx(wanted, rel=1e-12)
+    assert logprob_mismatch(*given, clip_range=clip_range) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_what_stands_beside_the_mask_does_not_count_and_gradients_stay_out():
     sampler, trainer, mask = drawn([4, 2], seed=2)
-    wanted = mismatch(sampler, trainer, mask)
+    wanted = logprob_mismatch(sampler, trainer, mask)
     padded = trainer.masked_fill(~mask, float("-inf")).requires_grad_()
     sampler = sampler.masked_fill(~mask, float("nan"))
-    assert mismatch(sampler, padded, mask.long()) == wanted
+    assert logprob_mismatch(sampler, padded, mask.long()) == wanted
 
 
 def test_ratios_of_long_sequences_that_float64_does_not_hold_still_have_a_sample_size():
     trainer = torch.tensor([[900.0], [900.0], [0.0]]).expand(3, 2)
-    found = mismatch(torch.zeros(3, 2), trainer)
+    found = logprob_mismatch(torch.zeros(3, 2), trainer)
     assert found["mismatch/sequence_ess"] == pytest.approx(2 / 3)
 
 
 def test_without_a_token_means_are_not_numbers():
-    found = mismatch(*drawn([3], seed=3)[:2], torch.zeros(1, 3))
+    found = logprob_mismatch(*drawn([3], seed=3)[:2], torch.zeros(1, 3))
     assert found["mismatch/tokens"] == found["mismatch/sequences"] == 0
     assert math.isnan(found["mismatch/token_abs_mean"])
 
@@ -88,7 +88,7 @@ WRONG = {
 def test_what_cannot_be_measured_is_refused(name):
     given, settings, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        mismatch(*given, **settings)
+        logprob_mismatch(*given, **settings)
 
 
 # -- over ranks ------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_ranks_with_different_sequences_are_one_batch_in_one_message(empty):
     ]
     sampler, trainer, mask = drawn(LENGTHS[dist.get_rank()], seed=dist.get_rank())
     with count_collectives() as seen:
-        found = mismatch(sampler, trainer, mask & (dist.get_rank() != empty))
+        found = logprob_mismatch(sampler, trainer, mask & (dist.get_rank() != empty))
     assert (found, seen.count) == (pytest.approx(expected(rows), rel=1e-12), 1)
 
 
@@ -116,12 +116,12 @@ def test_a_mistake_of_one_rank_raises_on_all():
     wrong = dist.get_rank() == 1
     error, says = (ValueError, r"\(2, 3\), \(2, 4\)") if wrong else (RankMismatchError, "rank 1")
     with pytest.raises(error, match=says):
-        mismatch(torch.zeros(2, 3), torch.zeros(2, 3 + wrong))
+        logprob_mismatch(torch.zeros(2, 3), torch.zeros(2, 3 + wrong))
 
 
 @on_ranks(2)
 def test_the_ranks_of_a_group_are_asked_alone():
     rank = dist.get_rank()
     groups, given = [subgroup([rank]) for rank in range(2)], drawn(LENGTHS[rank], seed=rank)
-    found = mismatch(*given, process_group=groups[rank])
+    found = logprob_mismatch(*given, process_group=groups[rank])
     assert found == pytest.approx(expected(differences(*given)), rel=1e-12)
