@@ -24,7 +24,7 @@ FP32, TORCH = "fp32", "torch fp16"
 WIDTH, LAYERS, WARMUP = 1776, 8, 2
 
 
-def register_comm_hook(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
+def register(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
     """Register torch's hook, or distamp's for a wire format; return the state of the latter."""
     if name == TORCH:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -62,7 +62,7 @@ def time_steps(
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
         model = DistributedDataParallel(net)
-        states[name] = register_comm_hook(model, name, ranks_per_host=ranks_per_host)
+        states[name] = register(model, name, ranks_per_host=ranks_per_host)
         steps[name] = _step(model, torch.randn(1, width, device=device))
     timings = interleave(steps, rounds, warmup=WARMUP, before=dist.barrier)
     size, numel = dist.get_world_size(), (width + 1) * width * layers

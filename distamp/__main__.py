@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "arguments: (model, example_inputs), (model, example_inputs, loss_fn) or a dict",
     )
     foresee.add_argument("--device-type", default="cuda", choices=("cuda", "cpu"))
-    foresee.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
+    foresee.add_argument("--level", default="fp16", help="fp16 or bf16")
     foresee.add_argument("--allocate", action="store_true", help="make the weights for real")
     foresee.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
     check = commands.add_parser(
@@ -63,7 +63,10 @@ def parser() -> argparse.ArgumentParser:
         "'contract' too",
     )
     check.add_argument(
-        "--level", default="bf16", choices=[*LEVELS], help="whose contract, if there is none in it"
+        "--level",
+        default="bf16",
+        help="the level whose contract is checked, if the factory returns none: "
+        + ", ".join(LEVELS),
     )
     check.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     return made
@@ -142,9 +145,9 @@ def _call_factory(
 def _preflight(options: argparse.Namespace) -> int:
     with torch.device("cpu" if options.allocate else "meta"):
         values = _call_factory(
-            options.factory, ("model", "example_inputs", "loss_fn"), 2, ("device_type", "dtype")
+            options.factory, ("model", "example_inputs", "loss_fn"), 2, ("device_type", "level")
         )
-    defaults = {"device_type": options.device_type, "dtype": getattr(torch, options.dtype)}
+    defaults = {"device_type": options.device_type, "level": options.level}
     result = preflight(**defaults | values)
     print(result)
     if options.json is not None:

@@ -272,6 +272,8 @@ def _level_named(name: object) -> PrecisionLevel:
     if isinstance(key, str):
         if key.startswith("0"):
             hint = f" Did you mean {'O' + key[1:]!r}, with the letter O?"
+        elif getattr(torch, key, None) in _SHORT:
+            hint = f" Did you mean {_SHORT[getattr(torch, key)]!r}?"
         else:
             similar = difflib.get_close_matches(key, _BY_LOWER_NAME, n=1)
             if similar:

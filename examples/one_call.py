@@ -3,7 +3,7 @@
     python examples/one_call.py
     torchrun --nproc-per-node 2 examples/one_call.py
 
-The level is one word: fp32 is fp32, fp16 casts op by op, fp16-O2 has an fp16 model with fp32
+The level is one word: fp32 casts nothing, fp16 casts op by op, fp16-O2 has an fp16 model with fp32
 masters, bf16 casts op by op and needs no loss scale. Cast a model before it is wrapped; FSDP2 casts
 what it gathers by itself, so at fp16-O2 its fp32 shards are what the optimizer steps. Clip after
 the last microbatch; on several ranks an overflow anywhere skips the step everywhere.

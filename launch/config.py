@@ -23,13 +23,10 @@ from pydantic import (
 )
 
 from distamp import PrecisionLevel
+from distamp.errors import ConfigError
 from distamp.precision_level import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
 from launch.program import UnknownNameError, call, command, refusing, require
-
-# What --precision may be called beside the levels' own names.
-_LEVELS = {"fp32": "fp32", "fp16": "fp16"}
-
 
 def _absolute(name: str) -> str:
     """Return a path that is there, also behind ``hf:``, as any folder reads it; others as given."""
@@ -51,9 +48,20 @@ def _one_of(names: Collection[str], pattern: str, form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _level_name(value: str) -> str:
+    """Return the name of the level that a flag gives by any of its names, or a file's path."""
+    if value.endswith(".toml"):
+        return _absolute(value)
+    try:
+        return PrecisionLevel.from_name(value).name
+    except ConfigError:
+        names = [*LEVELS, "FILE.toml"]
+        raise UnknownNameError(f"it must be {', '.join(names)}", LEVELS) from None
+
+
 Name = Annotated[str, AfterValidator(_absolute)]
 ModelName = Annotated[str, _one_of(["gpt"], r"\w.*:.+", "hf:NAME or module:function")]
-LevelName = Annotated[str, _one_of([*_LEVELS, *LEVELS], r".*\.toml", "FILE.toml")]
+LevelName = Annotated[str, AfterValidator(_level_name)]
 OptimizerName = Annotated[str, _one_of(["adamw", "sgd", "muon"], ".+:.+", "or module:Class")]
 Pair = Annotated[str, _one_of([], ".+=.*", "name=value")]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -138,7 +146,8 @@ class _Precision(BaseModel, frozen=True):
 
     precision: LevelName = option(
         "fp32",
-        "fp32, bf16, fp16, fp8, fp32 to fp16-O3, bf16-O2, bf16-O3, or FILE.toml of patterns",
+        "level: fp32, fp16, bf16, fp8, fp8-rowwise, fp16-O2, fp16-O3, bf16-O2 or bf16-O3; or "
+        "FILE.toml of patterns",
         "opt_level amp dtype mixed_precision fp16 bf16 half",
     )
     check_precision: bool = option(True, "compare what the first step ran in with the level")
@@ -234,7 +243,7 @@ class Config(
             UsageError: Its file cannot be read.
         """
         if not self.precision.endswith(".toml"):
-            return PrecisionLevel.from_name(_LEVELS.get(self.precision, self.precision))
+            return PrecisionLevel.from_name(self.precision)
         with refusing(f"--precision {self.precision}", OSError, ValueError):
             given = tomllib.loads(Path(self.precision).read_text(encoding="utf-8"))
             if given.keys() | {"modules"} != {"level", "modules"}:
@@ -242,8 +251,7 @@ class Config(
                     f"it has {', '.join(given) or 'nothing'}; it is a level and, where patterns "
                     "are to have a precision of their own, a table [modules]"
                 )
-            level = _LEVELS.get(given["level"], given["level"])
-            return PrecisionLevel.from_name(level, module_precision=given.get("modules", {}))
+            return PrecisionLevel.from_name(given["level"], module_precision=given.get("modules", {}))
 
     @property
     def goes_on(self) -> bool:

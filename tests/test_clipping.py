@@ -118,7 +118,7 @@ def test_a_rank_that_steps_all_of_zero_has_a_share_all_the_same():
 
 # What each rank gives; what every rank raises.
 MISTAKES: dict[str, tuple[list[tuple[float, float]], str, str]] = {
-    "gradients differ": ([(3.0, 1.0), (5.0, 1.0)], "GradientError", "shard_group_fn="),
+    "gradients differ": ([(3.0, 1.0), (5.0, 1.0)], "ReplicaMismatchError", "shard_group_fn="),
     "not finite": ([(1.0, 1.0), (INF, 1.0)], "RuntimeError", "The total norm of order 2.0 "),
     "max_norm": ([(3.0, 1.0), (3.0, -1.0)], "", "max_norm must be >= 0"),
 }

@@ -191,7 +191,7 @@ def another_word():
 def test_check_says_whether_a_step_keeps_its_contract(capsys, tmp_path):
     path = tmp_path / "contract.json"
     assert main(["check", "tests.test_doctor:trains", "--json", str(path)]) == 0
-    assert "0 breaches" in capsys.readouterr().out
+    assert "0 violations" in capsys.readouterr().out
     assert json.loads(path.read_text())["seen"]["compute"] == {"bf16": 2}
     assert main(["check", "tests.test_doctor:trains", "--level", "fp32"]) == 1
     assert "declared fp32, found bf16" in capsys.readouterr().out
@@ -206,7 +206,7 @@ def run(capsys, *arguments):
 
 def test_options_are_followed_and_an_error_is_exit_code_1(capsys, tmp_path):
     path = tmp_path / "preflight.json"
-    chosen = ("--device-type", "cpu", "--dtype", "bfloat16", "--json", str(path))
+    chosen = ("--device-type", "cpu", "--level", "bf16", "--json", str(path))
     code, out, _ = run(capsys, "tests.test_doctor:with_loss", *chosen)
     assert code == 0
     assert "bfloat16" in out

@@ -66,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
         *FOUNDATION,
         "clipping",
         "guard",
+        "masters",
         "autocast",
         "report",
         "scaler",

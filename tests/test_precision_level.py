@@ -41,6 +41,26 @@ def test_float16_levels_run_a_scaler_and_others_where_they_are_asked_to(level):
 
 
 @pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        ("O0", "fp32"),
+        ("O1", "fp16"),
+        ("O2", "fp16-O2"),
+        ("O3", "fp16-O3"),
+        ("o1", "fp16"),
+        ("FP16", "fp16"),
+        ("bf16-o2", "bf16-O2"),
+        ("FP8-Rowwise", "fp8-rowwise"),
+        (torch.float32, "fp32"),
+        (torch.float16, "fp16"),
+        (torch.bfloat16, "bf16"),
+    ],
+)
+def test_a_level_is_found_by_apexs_name_a_dtype_and_in_any_case(name, level):
+    assert PrecisionLevel.from_name(name) == LEVELS[level]
+
+
+@pytest.mark.parametrize(
     ("half", "bf16"), [("fp16", "bf16"), ("fp16-O2", "bf16-O2"), ("fp16-O3", "bf16-O3")]
 )
 def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16):
@@ -48,7 +68,7 @@ def test_a_bf16_row_is_its_fp16_row_with_another_dtype_and_no_scaler(half, bf16)
         field.name: BF16 if (value := getattr(LEVELS[half], field.name)) is F16 else value
         for field in dataclasses.fields(PrecisionLevel)
     }
-    assert PrecisionLevel(**swapped | {"level": bf16, "loss_scale": 1.0}) == LEVELS[bf16]
+    assert PrecisionLevel(**swapped | {"name": bf16, "loss_scale": 1.0}) == LEVELS[bf16]
 
 
 @pytest.mark.parametrize(
@@ -83,9 +103,11 @@ def test_overrides_are_spelled_as_in_apex(given, field, value):
         ("fp16-O2", {"loss_scale": "inf"}, "must be 'dynamic' or a number > 0"),
         ("fp16-O2", {"loss_scale": "static"}, "must be 'dynamic' or a number > 0"),
         ("fp16-O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
-        ("02", {}, "the O is a letter"),
-        ("O4", {}, "must be one of"),
-        ("fp16", {}, "fp16 is fp16"),
+        ("02", {}, "Did you mean 'O2', with the letter O"),
+        ("O4", {}, "There is no level 'O4'. Choose one of"),
+        ("bf16-02", {}, "Did you mean 'bf16-O2'"),
+        (torch.float64, {}, "There is no level torch.float64"),
+        (None, {}, "There is no level None"),
         *(
             (level, {"master_weights": "split"}, "or True")
             for level in ("fp32", "fp16", "fp16-O2", "bf16")
@@ -119,7 +141,7 @@ def test_rows_that_cannot_be_made(level, changed, says):
 
 def test_gradients_of_a_cast_model_may_be_reduced_in_more_and_those_of_a_region_not_in_less():
     """fsdp2.md advises reduce_dtype=torch.float32."""
-    assert {level: LEVELS[level].contract()["reduce"] for level in ("bf16-O2", "fp16")} == {
+    assert {level: LEVELS[level].contract()["grad_reduce"] for level in ("bf16-O2", "fp16")} == {
         "bf16-O2": ("fp32", "bf16"),
         "fp16": ("fp32",),
     }

@@ -56,7 +56,7 @@ def _is_imported_from(module: str, attribute: str) -> bool:
 OBJECTS: dict[str, object] = {
     "guard": distamp.StepGuard(),
     "scaler": distamp.DistGradScaler("cpu"),
-    "amp": distamp.initialize(nn.Linear(2, 2), opt_level="fp32"),
+    "amp": distamp.initialize(nn.Linear(2, 2), level="fp32"),
     "hook": comm_hooks.CommHook,
     "masters": MasterParameters,
     "comm_hooks": comm_hooks,
@@ -96,7 +96,8 @@ COLLECTIVE = {
 
 def _public_functions() -> Iterator[tuple[str, str]]:
     """Yield the name and the docstring of each public function and method."""
-    for room in (distamp, sys.modules["distamp.initialize"], distamp.scaler, comm_hooks):
+    rooms = (distamp, distamp.levels, distamp.report, distamp.scaler, comm_hooks)
+    for room in rooms:
         for value in vars(room).values():
             if not getattr(value, "__module__", "").startswith("distamp"):
                 continue

@@ -84,7 +84,7 @@ def set_module_precision(
         )
     name, _, keep = dtype.partition(":") if isinstance(dtype, str) else (dtype, "", "")
     chosen: Any = _DTYPES.get(name, name) if isinstance(name, str) else name
-    if (chosen is not None and chosen not in _DTYPES.values()) or keep not in ("", "keep"):
+    if (chosen is not None and chosen not in _DTYPES.values()) or keep not in ("", "keep_output"):
         raise ValueError(
             f"precision must be one of {list(PINS)}, got {dtype!r}{nearest(dtype, PINS)}"
         )
@@ -104,7 +104,7 @@ def set_module_precision(
     if chosen is not None:
         if not issubclass(kind, _Pinned):
             plain.__class__ = _pinned_class(kind)
-        plain.distamp_pin = Pin(chosen, keep == "keep", model_dtype)
+        plain.distamp_pin = Pin(chosen, keep == "keep_output", model_dtype)
     elif issubclass(kind, _Pinned):
         vars(module).pop("distamp_pin", None)
         if "unpinned_class" in vars(kind):  # else another's class is over it

@@ -48,7 +48,7 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
     alone: torch registers no hook on a copy of a module, so it says how to.
 
     Args:
-        wire: The format on the way: a name of `COMM_FORMATS`, or one of its values.
+        format: The format of gradients in messages: a name of `COMM_FORMATS`, or one of its values.
         process_group: The ranks to average over; None is the default group when first used.
 
     Raises:
@@ -58,13 +58,13 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
     # What survives a call, beside what rounding took. The wire, what is counted, the group.
     # Exchanges, by name of a group and device: connections, buffers and plans.
     def __init__(
-        self, wire: str | CommFormat = "fp16", process_group: ProcessGroup | None = None
+        self, format: str | CommFormat = "fp16", process_group: ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        self.format = checked_format(wire)
+        self.format = checked_format(format)
         #  The format in which FSDP2 gathers weights, if `register_comm_hook` was called with
         # ``gather``.
-        self.gather: CommFormat | None = None
+        self.param_format: CommFormat | None = None
         self.counts = HookStats()
         given = None if process_group is None else weakref.ref(process_group)
         self._group: Callable[[], ProcessGroup | None] = given or torch_compat.default_group

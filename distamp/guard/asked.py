@@ -197,7 +197,7 @@ class Asked:
             CallOrderError: ``step(optimizer)`` was never called.
         """
         if not self._enabled:
-            return flag_of(self.stepped(optimizer), "cpu").bool()
+            return flag_of(self.step_was_taken(optimizer), "cpu").bool()
         state = self._asked("taken_flag", optimizer, "step()")
         if state.last_step is None:
             raise CallOrderError("taken_flag() was called before step() for this optimizer")

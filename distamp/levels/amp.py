@@ -434,7 +434,9 @@ class Amp:
             *words["grad_reduce"],
             *(hook.format.payload for hook in self.comm_hooks),
         )
-        gathers = [hook.gather.payload for hook in self.comm_hooks if hook.gather is not None]
+        gathers = [
+            hook.param_format.payload for hook in self.comm_hooks if hook.param_format is not None
+        ]
         level_gathers = words["param_all_gather"]
         if isinstance(level_gathers, str):
             level_gathers = (level_gathers,)

@@ -147,7 +147,7 @@ class ContractReport(Written, Sequence[Violation]):
         )
 
     def __str__(self) -> str:
-        title = f"{len(self)} breach{'' if len(self) == 1 else 'es'}: the step "
+        title = f"{len(self)} violation{'' if len(self) == 1 else 's'}: the step "
         title += f"{'did not run' if self else 'ran'} in the precisions that were declared"
         rows = []
         for key, meaning in _KEYS.items():
@@ -165,7 +165,7 @@ class ContractReport(Written, Sequence[Violation]):
         """All of it as JSON types."""
         return {
             "contract": self.contract.to_dict(),
-            "breaches": [asdict(each) for each in self],
+            "violations": [asdict(each) for each in self],
             "seen": self.seen,
             "unseen": list(self.unseen),
         }
@@ -202,8 +202,8 @@ class PrecisionContract:
     Example::
 
         contract = distamp.PrecisionContract(parameters="fp32", compute="bf16", grad_reduce="fp32")
-        breaches = contract.check(step, model, optimizer)
-        print(breaches)
+        violations = contract.check(step, model, optimizer)
+        print(violations)
     """
 
     parameters: Dtypes = ()
@@ -348,8 +348,8 @@ class PrecisionContract:
                 for rows in ranks
             ]
             everywhere = {row.where for rows in ranks for row in rows if row.key == key}
-            breach = _breach(key, declared, found, group, names, len(everywhere), of)
-            yield replace(breach, ranks=tuple(numbers[rank] for rank in breach.ranks))
+            violation = _violation(key, declared, found, group, names, len(everywhere), of)
+            yield replace(violation, ranks=tuple(numbers[rank] for rank in violation.ranks))
 
     def allows(self, row: Seen) -> bool:
         """Return whether what was seen is as declared, or nothing was."""
@@ -402,7 +402,7 @@ def _matches(where: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
-def _breach(
+def _violation(
     key: str,
     declared: tuple[str, ...],
     found: str,
@@ -411,10 +411,10 @@ def _breach(
     total: int,
     of: Sequence[Mapping[Seen, tuple[int, int]]],
 ) -> Violation:
-    """One cause as a breach; ``of`` has what each rank saw of it."""
+    """One cause as a violation; ``of`` has what each rank saw of it."""
     rows = dict.fromkeys(row for rows in of for row in rows)
     shown = collapsed((name, "") for name in names)
-    breach = Violation(
+    violation = Violation(
         key,
         tuple(sorted(set(shown.values()))),
         len(names),
@@ -428,14 +428,14 @@ def _breach(
         max(sum(size for _, size in rows.values()) for rows in of),
         tuple(rank for rank, rows in enumerate(of) if rows),
     )
-    return replace(breach, fix=next((fix for applies, fix in _FIXES if applies(breach)), ""))
+    return replace(violation, fix=next((fix for applies, fix in _FIXES if applies(violation)), ""))
 
 
 _HALF = ("bf16", "fp16")
 
 
-def _half(breach: Violation) -> bool:
-    return breach.found in _HALF
+def _half(violation: Violation) -> bool:
+    return violation.found in _HALF
 
 
 # When, and what most likely puts it right; the first that applies.

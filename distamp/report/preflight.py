@@ -23,6 +23,8 @@ from torch.utils.module_tracker import ModuleTracker
 from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
 from distamp.autocast.region import autocast
+from distamp.errors import ConfigError
+from distamp.precision_level import PrecisionLevel
 from distamp.report.findings import FP16_LOSS, Finding, findings, show
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport, Written
@@ -61,7 +63,7 @@ def preflight(
     model: nn.Module,
     example_inputs: Any,
     device_type: str = "cuda",
-    dtype: torch.dtype = torch.float16,
+    level: str | torch.dtype | PrecisionLevel = "fp16",
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> Preflight:
@@ -80,7 +82,7 @@ def preflight(
             arguments. Of floating point tensors only shapes and dtypes count, of masks, lengths and
             the like values do.
         device_type: ``"cuda"``, ``"cpu"`` or another that this torch has autocast for.
-        dtype: The region's dtype, ``torch.float16`` or ``torch.bfloat16``.
+        level: A level whose autocast region is shown: ``"fp16"``, ``"bf16"``, or the dtype of one.
         loss_fn: Takes the model's output, returns the loss; runs inside the region.
 
     Returns:
@@ -88,13 +90,19 @@ def preflight(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: This torch has no autocast for ``device_type``, or ``dtype`` is no half type.
+        ValueError: This torch has no autocast for ``device_type``, or ``level`` casts no ops one
+            by one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"preflight takes the model, a torch.nn.Module, got {type(model).__name__}")
     autocast_key(device_type)
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
+    level = PrecisionLevel.from_name(level)
+    if not level.autocasts or level.float8 is not None:
+        raise ConfigError(
+            f"preflight() shows the casts of an autocast region, and {level.name} is not one of "
+            "its levels. Pass level='fp16' or level='bf16'."
+        )
+    dtype = level.compute
     kwargs = example_inputs if isinstance(example_inputs, Mapping) else {}
     args = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
     args = () if kwargs else args

@@ -37,7 +37,7 @@ _COUNTS = ("calls", "casts", "bytes_read", "bytes_written")
 
 
 class Written:
-    """What is written as JSON: a report, a preflight, the breaches of a contract."""
+    """What is written as JSON: a report, a preflight, the violations of a contract."""
 
     __slots__ = ()
 

@@ -48,7 +48,7 @@ def test_layout_has_the_losses_of_one_process(alone, text, tmp_path, ranks4, lay
     args = ("--data", text, *STEPS, *LAYOUTS[layout], "--precision", precision)
     found, expected = ranks4.run(jobs.train, tmp_path, args)[0], alone[precision]
     # What the first step ran in is what the level promises, evaluations before it or not.
-    assert (tmp_path / "precision.txt").read_text().startswith("0 breaches")
+    assert (tmp_path / "precision.txt").read_text().startswith("0 violations")
     tolerance = 5e-3 if "hook" in layout else TOLERANCE[precision]
     for name, rel in (("loss", tolerance), ("validation_loss", tolerance), ("gradient_norm", 2e-2)):
         ours, theirs = ([row[name] for row in rows if name in row] for rows in (found, expected))

@@ -77,7 +77,7 @@ WRONG = """
 --model tests.launch.test_refusals:frozen
 --model tests.launch.test_refusals:no_blocks --model-args depth=3
 --model hf:gpt2 --model-args n_head=0 | --model hf:gpt2 --model-args nlayer=2
---layer 2 | --opt-level fp16 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
+--layer 2 | --opt-level O1 | --strategy ddp | --comm-hook fp16 | --learning-rate 1 | --help-me
 -lr 1 | train | --lr 1 2 | --lr=one | --resume nowhere --auto-resume | --precision | --lr | --data
 --layers two | --lr nan | --schedule cosinus
 """
@@ -88,7 +88,7 @@ NEAR = {
     "--epochs 2": "--steps",
     "--max_steps=7": "--steps",
     "--block-size 8": "--block",
-    "--opt-level fp16": "--precision",
+    "--opt-level O1": "--precision",
     "--fp16": "--precision",
     "--gradient-accumulation-steps 2": "--accumulate",
     "--max-grad-norm 1": "--clip",
@@ -468,14 +468,14 @@ def eager(data: object) -> torch.nn.Module:
     return Eager(256, 256)
 
 
-def test_breach_of_the_first_step_is_a_warning_with_its_fix(text, tmp_path, capsys):
+def test_violation_of_the_first_step_is_a_warning_with_its_fix(text, tmp_path, capsys):
     args = [*map(str, ("--data", text, *TINY)), "--steps", "2", "--precision", "bf16", "--run-dir"]
     args += [str(tmp_path), "--model", f"{__name__}:eager", "--keep", "0"]
     assert main(args) == 0
     said = capsys.readouterr().out
     assert "Warning: --precision bf16: compute: declared bf16, found fp32" in said
     assert "fix:" in said
-    assert (tmp_path / "precision.txt").read_text().startswith("1 breach")
+    assert (tmp_path / "precision.txt").read_text().startswith("1 violation")
     assert main([*args, "--no-check-precision", "--overwrite"]) == 0
     assert "Warning" not in capsys.readouterr().out
 

@@ -218,8 +218,8 @@ def test_settings_of_the_region_and_the_scaler_are_handed_on():
         assert (torch.mm(x, x).dtype, torch.is_autocast_cache_enabled()) == (torch.float32, False)
     amp = made(distamp.PrecisionLevel.from_name("fp16-O2").replace(output=torch.float16))
     assert amp.model(BATCH[0]).dtype is torch.float16
-    schedule = distamp.scaler.DynamicLossScale(backoff_factor=0.25)
-    amp = initialize(model := net(), adam(model), loss_scale=schedule, max_consecutive_skips=2)
+    rule = distamp.scaler.DynamicLossScale(backoff_factor=0.25)
+    amp = initialize(model := net(), adam(model), "fp16", loss_scale=rule, max_consecutive_skips=2)
     backward(amp, BATCH, torch.inf)
     assert not amp.step()
     backward(amp, BATCH, torch.inf)

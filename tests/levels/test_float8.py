@@ -141,8 +141,8 @@ def test_fsdp2_gathers_in_float8_where_it_is_asked_to_and_saves_plain_weights(al
         amp.backward(loss)
         assert amp.step(max_norm=1.0)
 
-    breaches = amp.check(step)
-    assert not breaches, str(breaches)
+    violations = amp.check(step)
+    assert not violations, str(violations)
     assert {"Float8" in kind for kind in weights} == {all_gather}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:

@@ -68,8 +68,8 @@ def trained(layout: str, level: str) -> Any:
     # Of a wrapper that casts, the float32 shards are the masters.
     assert bool(amp.masters) is (level == "fp16-O2" and "policy" not in layout)
     found = *train(amp, layout), amp.scaler.get_scale()
-    breaches = amp.check(lambda: nets.train(amp, [share(next(batches(1)), layout)], 0.5))
-    assert not breaches, str(breaches)
+    violations = amp.check(lambda: nets.train(amp, [share(next(batches(1)), layout)], 0.5))
+    assert not violations, str(violations)
     for hook in amp.comm_hooks:
         amp.scaler.detach_comm_hook(hook)  # raises where it was not attached
     return found

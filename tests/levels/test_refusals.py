@@ -69,7 +69,7 @@ def twice() -> Any:
 PINS = {"no*": "fp32", "output": "fp32:keep_output"}
 GATHERED = PrecisionLevel.from_name("fp8").replace(float8_all_gather=True)
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown level": (lambda: tried(net(), "O4"), "must be one of"),
+    "unknown level": (lambda: tried(net(), "O4"), "There is no level 'O4'. Choose one of"),
     "batch norms at fp16": (
         lambda: tried(net(), "fp16", keep_batchnorm_fp32=True),
         "contradicts fp16",
@@ -181,14 +181,14 @@ def test_a_setting_that_cannot_work(case):
     [
         ("cast_model_type", "level"),
         ("patch_torch_functions", "patched"),
-        ("cast_model_outputs", "replaced"),
-        ("enabled", "opt_level='fp32'"),
+        ("cast_model_outputs", "replace"),
+        ("enabled", "level='fp32'"),
         ("hard_override", "overridden"),
         ("verbosity", "printed"),
         ("num_losses", "share one scale"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
-        ("growth_interval", r"schedule=DynamicLossScale\(growth_interval="),
+        ("growth_interval", r"loss_scale=DynamicLossScale\(growth_interval="),
         ("lose_scale", "'lose_scale'$"),
     ],
 )
@@ -324,7 +324,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tried(
             net(), "bf16", module_precision={"hidden" if dist.get_rank() else "norm": "fp32"}
         ),
-        "the ranks were given different patterns in precision=. Rank 0: {'norm': 'fp32'}. Rank 1",
+        "different patterns in module_precision=. Rank 0: {'norm': 'fp32'}. Rank 1",
     ),
     "pins on one rank": (
         lambda: tried(

@@ -1,4 +1,4 @@
-"""Thirty-six breaches of a declared precision, planted as people make them; for a score.
+"""Thirty-six violations of a declared precision, planted as people make them; for a score.
 
 Written before the tool that is scored had been seen, and put into one table since. The first five
 are made as the code did of which people complained. A plant says what is declared, and what a right
@@ -36,7 +36,7 @@ Made = tuple[Callable[[], Any], nn.Module, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Violation:
-    """One planted breach, and what a right answer names.
+    """One planted violation, and what a right answer names.
 
     Args:
         keys: Words of the contract, any of which is right; None for those that were declared.

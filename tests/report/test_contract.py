@@ -225,7 +225,7 @@ def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
     found = checked(Net().bfloat16(), **WORDS, modules={"head": "fp32"})
     found.to_json(tmp_path / "contract.json")
     values = json.loads((tmp_path / "contract.json").read_text())
-    assert len(values["breaches"]) == len(found) > 0
+    assert len(values["violations"]) == len(found) > 0
     assert PrecisionContract(**values["contract"]) == found.contract
 
 
@@ -252,18 +252,18 @@ BATCH = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
     ("size", "place"),
     [pytest.param(p.ranks, place, id=p.name) for place, p in enumerate(PLANTS)],
 )
-def test_a_planted_breach_is_found(size, place):
+def test_a_planted_violation_is_found(size, place):
     plant = PLANTS[place]
     if "OSS" in plant.name:
         pytest.importorskip("fairscale")
     with warnings.catch_warnings(action="ignore"):
-        breaches = PrecisionContract(**plant.declared).check(*plant.build())
+        violations = PrecisionContract(**plant.declared).check(*plant.build())
     assert any(
         each.key in (plant.keys or plant.declared)
         and plant.found in each.found
         and (not plant.where or any(plant.where in where for where in each.where))
-        for each in breaches
-    ), str(breaches)
+        for each in violations
+    ), str(violations)
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="mended in torch 2.15")
@@ -274,10 +274,10 @@ def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():
     net = parallel(Net(attends=False), both["tp"], sequence=True)
     model = sharded(net, both["dp"], param_dtype=BF16, reduce_dtype=FP32)
     found = PrecisionContract(grad_reduce="fp32", activations="bf16").check(*trained(model))
-    (breach,) = found
-    assert (breach.key, breach.found, breach.op) == ("grad_reduce", "bf16", "all_reduce")
-    assert (breach.where, breach.ranks, breach.group[-3:]) == (("blocks.*",), (0, 1), "[2]")
-    assert "reduce_dtype" in breach.fix
+    (violation,) = found
+    assert (violation.key, violation.found, violation.op) == ("grad_reduce", "bf16", "all_reduce")
+    assert (violation.where, violation.ranks, violation.group[-3:]) == (("blocks.*",), (0, 1), "[2]")
+    assert "reduce_dtype" in violation.fix
     assert found.seen["activations"]["bf16"] > 4
 
 
@@ -304,8 +304,8 @@ def test_patterns_have_to_match_on_one_rank_alone():
     contract = PrecisionContract(
         modules={"stage0": {"compute": "fp32"}, "stage1": {"compute": "bf16"}}
     )
-    (breach,) = contract.check(lambda: model(torch.ones(1, 2)), model)
-    assert (breach.where, breach.ranks) == (("stage1",), (1,))
+    (violation,) = contract.check(lambda: model(torch.ones(1, 2)), model)
+    assert (violation.where, violation.ranks) == (("stage1",), (1,))
     with pytest.raises(ConfigError, match="'stage2' matches no module"):
         PrecisionContract(modules={"stage2": "fp32"}).check(lambda: None, model)
 
@@ -341,10 +341,10 @@ def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
     def step() -> None:
         model(torch.ones(4, 64)).sum().backward()
 
-    (breach,) = PrecisionContract(param_format="fp32", grad_reduce="fp16").check(
+    (violation,) = PrecisionContract(param_all_gather="fp32", grad_reduce="fp16").check(
         step, model, hooks=[hook]
     )
-    assert (breach.key, breach.declared, breach.found) == ("param_all_gather", ("fp32",), gather)
+    assert (violation.key, violation.declared, violation.found) == ("param_all_gather", ("fp32",), gather)
 
 
 @on_ranks(2)
@@ -387,8 +387,8 @@ def test_what_pipeline_stages_send_is_what_the_level_makes_them_return(level, ou
     assert not found, str(found)
     names = {torch.float16: "fp16", BF16: "bf16"}
     assert [*found.seen["activations"]] == ["fp32" if output == "the level's" else names[half]]
-    (breach,) = PrecisionContract(activations="fp64").check(step, module)
-    assert "PrecisionLevel.from_name(level).replace(output=dtype)" in breach.fix
+    (violation,) = PrecisionContract(activations="fp64").check(step, module)
+    assert "PrecisionLevel.from_name(level).replace(output=dtype)" in violation.fix
 
 
 @on_ranks(2)

@@ -144,5 +144,5 @@ def test_parameters_after_a_validation_have_the_dtype_of_their_shards(layout):
         optimizer.zero_grad()
         _validate(model)
 
-    breaches = PrecisionContract(parameters="fp32").check(step, model)
-    assert not breaches, str(breaches)
+    violations = PrecisionContract(parameters="fp32").check(step, model)
+    assert not violations, str(violations)

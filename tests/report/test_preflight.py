@@ -197,7 +197,7 @@ def test_what_torch_forbids_on_the_device_is_an_error(device_type, refused):
 )
 def test_a_loss_in_fp16_is_found_however_it_was_reduced(loss_fn, found):
     half = Calls(lambda x: x.half())
-    assert [it.rule for it in preflight(half, X, dtype=FP16, loss_fn=loss_fn).findings] == found
+    assert [it.rule for it in preflight(half, X, level=FP16, loss_fn=loss_fn).findings] == found
 
 
 def test_json_has_report_and_findings(tmp_path):
@@ -218,8 +218,8 @@ def test_json_has_report_and_findings(tmp_path):
         ({"model": "gpt"}, TypeError, "got str"),
         ({"device_type": "cudaa"}, ValueError, "did you mean 'cuda'"),
         ({"device_type": "tpu"}, ValueError, "'tpu'"),
-        ({"dtype": "float16"}, ValueError, "got 'float16'"),
-        ({"dtype": torch.float32}, ValueError, "float16 or torch.bfloat16, got torch.float32"),
+        ({"level": "float16"}, ValueError, "Did you mean 'fp16'"),
+        ({"level": "fp32"}, ValueError, "fp32 is not one of its levels"),
     ],
 )
 def test_mistakes_are_named(change, error, says):
