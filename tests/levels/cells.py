@@ -244,10 +244,10 @@ def _cell(level_name: str, layout: str, extra: str) -> tuple[str, Any]:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=RATE)
         before = [p.detach().clone() for p in trained]
-        settings: dict[str, Any] = {"precision": pins}
+        settings: dict[str, Any] = {"module_precision": pins}
         settings |= {"init_scale": 256.0} if level.loss_scale == "dynamic" else {}
         settings |= {"comm_hook": "fp16"} if extra == "hook" else {}
-        settings |= {"ops": LISTS} if extra == "op lists" else {}
+        settings |= {"op_lists": LISTS} if extra == "op lists" else {}
         try:
             amp = distamp.initialize(model, optimizer, level, **settings)
         except Exception:
