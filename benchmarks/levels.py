@@ -48,7 +48,10 @@ LEVELS = (*ALONE, *HOOKS)
 # Its one linear layer has 10 outputs, and float8 takes multiples of 16.
 LEFT_OUT = {("conv net", "fp8")}
 # A run this short would otherwise spend a part of it on finding its scale.
-SCALING: dict[str, Any] = {"init_scale": 2.0**12, "loss_scale": DynamicLossScale(growth_interval=100)}
+SCALING: dict[str, Any] = {
+    "init_scale": 2.0**12,
+    "loss_scale": DynamicLossScale(growth_interval=100),
+}
 RESULTS, IMAGE = Path("docs/results/levels.json"), Path("docs/images/levels.png")
 
 

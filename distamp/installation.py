@@ -15,7 +15,7 @@ import torch
 import distamp.cpu.amp
 import distamp.cuda.amp
 from distamp.errors import CallOrderError
-from distamp.guard import GUARD_SETTINGS, StepGuard
+from distamp.guard.step_guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = ["Installation", "ShardedGradScaler", "patch_torch", "unpatch_torch"]

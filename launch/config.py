@@ -28,6 +28,7 @@ from distamp.precision_level import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
 from launch.program import UnknownNameError, call, command, refusing, require
 
+
 def _absolute(name: str) -> str:
     """Return a path that is there, also behind ``hf:``, as any folder reads it; others as given."""
     kind = "hf:" if name.startswith("hf:") else ""
@@ -251,7 +252,9 @@ class Config(
                     f"it has {', '.join(given) or 'nothing'}; it is a level and, where patterns "
                     "are to have a precision of their own, a table [modules]"
                 )
-            return PrecisionLevel.from_name(given["level"], module_precision=given.get("modules", {}))
+            return PrecisionLevel.from_name(
+                given["level"], module_precision=given.get("modules", {})
+            )
 
     @property
     def goes_on(self) -> bool:

@@ -117,6 +117,28 @@ def test_what_sends_to_other_ranks_says_so() -> None:
     assert documented == COLLECTIVE
 
 
+# The names that docs/reference/index.md explains, and no other is at the top level.
+TOP_LEVEL = {
+    *("autocast", "custom_fwd", "custom_bwd", "AutocastState", "OpLists", "set_module_precision"),
+    *("GradScaler", "DistGradScaler", "StepGuard", "clip_grad_norm_", "DataParallel"),
+    *("initialize", "cast_model", "PrecisionLevel", "patch_torch", "unpatch_torch"),
+    *("precision_report", "preflight", "PrecisionContract", "find_first_nonfinite"),
+    *("DistampError", "RankMismatchError", "__version__"),
+}
+INDEX = ROOT / "docs" / "reference" / "index.md"
+
+
+def test_the_top_level_has_these_names() -> None:
+    assert set(distamp.__all__) == TOP_LEVEL
+
+
+def test_the_index_has_a_line_for_every_public_name() -> None:
+    listed = set(re.findall(r"`(\w+)`", INDEX.read_text()))
+    rooms = ("guard", "scaler", "masters", "autocast", "report", "comm_hooks", "errors", "levels")
+    public = {name for room in rooms for name in sys.modules[f"distamp.{room}"].__all__}
+    assert TOP_LEVEL - {"__version__"} | public <= listed
+
+
 def test_every_method_on_a_page_exists() -> None:
     code = "\n".join(block for page in PAGES for block in _CODE.findall(page.read_text()))
     missing = {

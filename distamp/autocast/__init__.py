@@ -6,7 +6,7 @@
 from torch.amp import custom_bwd, custom_fwd
 
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.pin import PINS, Pin, pin_of, set_module_precision
+from distamp.autocast.pin import set_module_precision
 from distamp.autocast.region import autocast
 from distamp.autocast.state import (
     AutocastState,
@@ -16,16 +16,13 @@ from distamp.autocast.state import (
 )
 
 __all__ = [
-    "PINS",
     "AutocastState",
     "DataParallel",
     "OpLists",
-    "Pin",
     "autocast",
     "checkpoint",
     "checkpoint_context_fn",
     "custom_bwd",
     "custom_fwd",
-    "pin_of",
     "set_module_precision",
 ]

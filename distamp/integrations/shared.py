@@ -13,7 +13,7 @@ import torch
 from distamp.autocast import autocast
 from distamp.comm_hooks import comm_format
 from distamp.errors import CallOrderError, ConfigError
-from distamp.guard import GUARD_SETTINGS, StepGuard
+from distamp.guard.step_guard import GUARD_SETTINGS, StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = [

@@ -14,7 +14,7 @@ from distamp.autocast import autocast
 from distamp.clipping import Declared
 from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
-from distamp.guard import OLD_STATE_KEY, STATE_KEY, StepGuard
+from distamp.guard.step_guard import OLD_STATE_KEY, STATE_KEY, StepGuard
 from distamp.levels.casting import O2_OF
 from distamp.levels.checks import check_trained
 from distamp.levels.flat_state import FlatState

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from distamp.autocast import OpLists, pin_of
+from distamp.autocast import OpLists
 from distamp.autocast.op_names import Category
+from distamp.autocast.pin import pin_of
 from distamp.comm_hooks.torch_compat import output_dtype_of
 from distamp.errors import ConfigError
 from distamp.levels.casting import O2_OF, cast_as, check_cast_before, check_frozen
@@ -24,7 +25,7 @@ from distamp.levels.wrappers import (
     compute_device,
     units_of,
 )
-from distamp.masters import masters_of, refuse_held, refuse_share
+from distamp.masters.masters import masters_of, refuse_held, refuse_share
 from distamp.module_names import module_names
 from distamp.optimizers import parameters_of
 from distamp.precision_level import PrecisionLevel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distamp.autocast import pin_of
+from distamp.autocast.pin import pin_of
 from distamp.errors import ConfigError
 from distamp.levels.kept import declared
 from distamp.precision_level import PrecisionLevel

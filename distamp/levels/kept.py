@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from distamp.autocast import pin_of, set_module_precision
+from distamp.autocast.pin import pin_of, set_module_precision
 from distamp.errors import ConfigError
 from distamp.module_names import module_names
 from distamp.precision_level import PrecisionLevel

@@ -1,11 +1,5 @@
-"""fp32 masters: what an optimizer steps in place of a model's fp16 or bf16 parameters."""
+"""Master parameters: float32 copies that an optimizer steps instead of fp16 or bf16 parameters."""
 
-from distamp.masters.masters import (
-    MasterParameters,
-    master_params,
-    masters_of,
-    refuse_held,
-    refuse_share,
-)
+from distamp.masters.masters import MasterParameters, master_params, masters_of
 
-__all__ = ["MasterParameters", "master_params", "masters_of", "refuse_held", "refuse_share"]
+__all__ = ["MasterParameters", "master_params", "masters_of"]

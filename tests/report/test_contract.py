@@ -276,7 +276,11 @@ def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():
     found = PrecisionContract(grad_reduce="fp32", activations="bf16").check(*trained(model))
     (violation,) = found
     assert (violation.key, violation.found, violation.op) == ("grad_reduce", "bf16", "all_reduce")
-    assert (violation.where, violation.ranks, violation.group[-3:]) == (("blocks.*",), (0, 1), "[2]")
+    assert (violation.where, violation.ranks, violation.group[-3:]) == (
+        ("blocks.*",),
+        (0, 1),
+        "[2]",
+    )
     assert "reduce_dtype" in violation.fix
     assert found.seen["activations"]["bf16"] > 4
 
@@ -344,7 +348,11 @@ def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
     (violation,) = PrecisionContract(param_all_gather="fp32", grad_reduce="fp16").check(
         step, model, hooks=[hook]
     )
-    assert (violation.key, violation.declared, violation.found) == ("param_all_gather", ("fp32",), gather)
+    assert (violation.key, violation.declared, violation.found) == (
+        "param_all_gather",
+        ("fp32",),
+        gather,
+    )
 
 
 @on_ranks(2)
