@@ -39,7 +39,7 @@ STATE_KEYS = (STATE_KEY, OLD_STATE_KEY)
 
 @dataclass(frozen=True)
 class StepResult:
-    """Which optimizers stepped, as tensors on the device; ``bool`` of it waits for the device.
+    """Flags of the optimizers that stepped, on their device; ``bool(result)`` waits for it.
 
     Args:
         taken: 0-d bool, whether every optimizer that has a gradient on some rank stepped, including
@@ -117,7 +117,7 @@ class Amp:
         self._waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse a copy or a pickle, whose optimizers no scaler and no masters would know."""
+        """Refuse copies and pickles, because scaler and masters refer to the original optimizers."""
         raise CallOrderError(
             "an Amp cannot be copied or pickled: copy the model, make its optimizers, and call "
             "initialize on them; amp.state_dict() is what a checkpoint keeps"
@@ -135,7 +135,7 @@ class Amp:
 
     @property
     def model(self) -> nn.Module:
-        """The model, to be called in place of the one that was given.
+        """The model, which replaces the argument of `initialize` in the training loop.
 
         Raises:
             ValueError: Several were given.
@@ -158,7 +158,7 @@ class Amp:
         return self._region
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate without reducing over ranks in what runs inside, forward and backward.
+        """Accumulate gradients without reducing them over ranks, in a ``with`` block.
 
         As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
         every model at once. It does nothing without such a wrapper. Regions nest: the end of one
@@ -171,7 +171,7 @@ class Amp:
     def scale_loss(
         self, loss: Tensor, optimizers: object = None, loss_id: int = 0, **apex: object
     ) -> Iterator[Tensor]:
-        """Yield the scaled loss, of which one backward pass is taken inside.
+        """Yield the scaled loss for one backward pass in a ``with`` block.
 
         Apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``. Unlike Apex's
         it leaves gradients scaled, to be added to; `clip_grad_norm_`, `master_params` and `step`
@@ -286,7 +286,7 @@ class Amp:
         return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        """Return what ``optimizer`` steps, as Apex's; gradients that wait are unscaled first.
+        """Return the parameters or masters that ``optimizer`` steps, and unscale their gradients.
 
         Collective: every rank of `process_group` must call this. It sends a
         message only after a backward pass.
@@ -409,7 +409,7 @@ class Amp:
             each.zero_grad(set_to_none=to_none)
 
     def check(self, step: Callable[[], Any]) -> ContractReport:
-        """Run one step and compare the precisions that it used with those of the level.
+        """Run one step and compare its precisions with those of the level.
 
         Collective: every rank of `process_group` must call this. It is the group that `initialize`
         got.
@@ -463,7 +463,7 @@ class Amp:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or Apex's ``amp.state_dict()``, or a scaler's.
+        """Load a `state_dict()` of this class, of Apex's ``amp`` or of a scaler.
 
         A state of another level is welcome. Whether the scale is static is what `initialize` was
         given: a scale is loaded where it is dynamic here and was dynamic there. Masters that the
@@ -534,7 +534,7 @@ class Amp:
         return flat.get() if saved is None else flat.get_empty(saved)
 
     def load_flat_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `flat_state_dict` returned, after ``dcp.load`` has filled it.
+        """Load a `flat_state_dict()` that ``dcp.load`` has filled.
 
         Weights are copied. Optimizer states are taken over without a copy, and settings replace
         those of the groups, so set a new learning rate afterwards. A weight whose states are not
@@ -604,7 +604,7 @@ def _scale_of(state: Mapping[str, Any]) -> Any:
 
 
 def _scale_in(state: Any) -> Any:
-    """Return the scale in one of Apex's states; of what is none the least, so that it is read."""
+    """Return the scale in one of Apex's states, or 0 for another object, which is read first."""
     return state.get("loss_scale", 0) if isinstance(state, Mapping) else 0
 
 

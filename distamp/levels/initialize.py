@@ -200,7 +200,7 @@ def _change(
     level: PrecisionLevel,
     pins: Pins,
 ) -> None:
-    """Pin modules, cast models that no wrapper has laid out, make masters of what is then half."""
+    """Set the precision of modules, cast plain models, and make masters of half precision."""
     for model, wrapping in zip(models, wrappings, strict=True):
         if wrapping.policies:
             pin_all(wrapping.inner, pins, level.param)
@@ -249,7 +249,7 @@ def _chosen_level(
 def _loss_scale_of_level(
     loss_scale: LossScale | float | str | None, init_scale: float | None
 ) -> float | str | None:
-    """Return what a ``loss_scale`` argument replaces the level's loss scale by; None keeps it."""
+    """Return the loss scale of the level for a ``loss_scale`` argument; None keeps the level's."""
     if isinstance(loss_scale, StaticLossScale):
         return 2.0**16 if init_scale is None else init_scale
     return "dynamic" if isinstance(loss_scale, LossScale) else loss_scale

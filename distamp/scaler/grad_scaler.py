@@ -48,7 +48,7 @@ def _loss_scale_property(name: str) -> Any:
 
 
 class _Own:
-    """What survives a call on a scaler, beside its guard and torch's own attributes."""
+    """State of a scaler between its calls, in addition to its guard and torch's attributes."""
 
     __slots__ = ("begun", "hysteresis", "inverse", "scale_of_grads", "scaled", "settings")
 
@@ -68,7 +68,7 @@ class _Own:
 
 
 class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
-    """A ``torch.amp.GradScaler`` whose ranks always take, or skip, a step together.
+    """A ``torch.amp.GradScaler`` with which all ranks take or skip each step together.
 
     Differs from ``torch.amp.GradScaler`` in that found-inf is reduced over ``process_group``, in
     one message for each ``unscale_`` or ``step``, for plain, fused, sharded and empty gradients.
@@ -301,7 +301,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         self._end_iteration()
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
-        """Multiply what no call looked at in this iteration by what the scale was multiplied by."""
+        """Multiply gradients that no call inspected in this iteration by the change of the scale."""
         known = [optimizer for optimizer, _ in self._guard.optimizers.live()]
         waiting = [optimizer for optimizer in known if not self._was_looked_at(optimizer)]
         if waiting:
@@ -401,7 +401,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         return {**super().state_dict(), STATE_KEY: ours}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, of this class or of torch's, or Apex's.
+        """Load a ``state_dict()`` of this class, of torch's scaler or of Apex.
 
         With our key the kind of loss scale, its bounds and its memory are loaded too. A
         disabled scaler loads nothing, as in torch.
