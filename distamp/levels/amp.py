@@ -117,7 +117,7 @@ class Amp:
         self._waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles, because scaler and masters refer to the original optimizers."""
+        """Refuse copies and pickles: scaler and masters refer to the original optimizers."""
         raise CallOrderError(
             "an Amp cannot be copied or pickled: copy the model, make its optimizers, and call "
             "initialize on them; amp.state_dict() is what a checkpoint keeps"

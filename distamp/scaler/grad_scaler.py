@@ -301,7 +301,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         self._end_iteration()
 
     def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
-        """Multiply gradients that no call inspected in this iteration by the change of the scale."""
+        """Multiply gradients that no call of this iteration saw by the change of the scale."""
         known = [optimizer for optimizer, _ in self._guard.optimizers.live()]
         waiting = [optimizer for optimizer in known if not self._was_looked_at(optimizer)]
         if waiting:
