@@ -51,7 +51,7 @@ class Violation:
     """One way in which a step was not as declared, with all the places where it was so.
 
     Attributes:
-        key: The contract's word, such as ``"reduce"``.
+        key: The field of the contract, such as ``"grad_reduce"``.
         where: Module or parameter names, those alike but for an index as one (``h.*.attn``).
         count: How many modules or parameters these are.
         of: How many there are, of which this key was seen at all.

@@ -45,7 +45,7 @@ class Seen(NamedTuple):
     """One thing that ran or stood in one dtype.
 
     Args:
-        key: The contract's word for it, such as ``"reduce"``.
+        key: The field of the contract, such as ``"grad_reduce"``.
         where: A module or a parameter.
         found: The dtype, by its short name.
         op: The kernel or collective; ``""`` of what stands.
@@ -232,7 +232,7 @@ class Observer(Follower):
         owner, phase, node = self.running()
         part = (
             "param_all_gather"
-            if "param_all_gather" in name or "broadcast" in name
+            if "gather" in name or "broadcast" in name
             else "grad_reduce"
         )
         block = self._blocks[-1] if self._blocks else ""

@@ -155,7 +155,7 @@ def test_who_shares_a_weight_with_a_pinned_module_computes_in_its_dtype():
 def test_pins_are_part_of_what_a_model_was_cast_for():
     model = cast_model(net(), "fp16-O2", module_precision={"hidden": "fp32"})
     level = PrecisionLevel.from_name("fp16-O2", module_precision={"hidden": "fp32"})
-    assert initialize(model, None, level).precision.pins == (("hidden", "fp32"),)
+    assert initialize(model, None, level).level.pins == (("hidden", "fp32"),)
 
 
 # -- what its owner declared -----------------------------------------------------------------------
