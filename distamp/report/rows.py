@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -124,8 +123,8 @@ class Totals:
 class PrecisionReport(Written):
     """What ran where, in which dtype, with its casts; forward, backward, recomputed.
 
-    ``print(report)`` shows a table; :meth:`explain` says why a module ran as it did. Two reports
-    can be subtracted by :meth:`compare`.
+    ``print(report)`` shows a table. :attr:`settings` contains the autocast region or the pin that
+    each module ran under. Two reports can be subtracted by :meth:`compare`.
 
     What is counted: every kernel below autograd and autocast, as a
     ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block sees it. A cast is a
@@ -139,7 +138,7 @@ class PrecisionReport(Written):
         rows: The rows, or a function that returns them as they are then.
         model: The model's class name.
         device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
-        settings: Of each module that ran, in which region or under whose pin.
+        settings: The autocast region or the pin that each module ran under, by module name.
         notes: Sentences about what the report cannot promise, such as that compiled code ran
             eagerly.
     """
@@ -186,33 +185,6 @@ class PrecisionReport(Written):
 
     def __str__(self) -> str:
         return self.table()
-
-    def explain(self, module: str) -> str:
-        """Say which ops of a module ran in which precision, why, and what would change it.
-
-        Args:
-            module: Its name, without those of wrappers; what is inside it is explained too. The
-                model's own is ``""``, or ``"(model)"`` as the table has it.
-
-        Raises:
-            ValueError: Nothing of that name ran.
-        """
-        inside = "" if module in ("", "(model)") else f"{module}."
-        groups: dict[tuple[str, str], list[OpRow]] = {}
-        for row in self.rows:
-            if row.phase == "forward" and row.module != OUTSIDE:
-                groups.setdefault((row.module, row.function or row.op), []).append(row)
-        lines: dict[str, None] = {}
-        for (name, function), rows in groups.items():
-            if f"{name}.".startswith(inside):
-                how = self.settings.get(name, "")
-                for line in _explained(function.strip("_"), rows, how):
-                    lines[f"{name or '(model)'} ({how or rows[0].kind}): {line}"] = None
-        if not lines:
-            known = sorted({name or "(model)" for name, _ in groups})
-            near = difflib.get_close_matches(module, known, 3, 0.3) or known[:3]
-            raise ValueError(f"nothing ran in a module {module!r}; there are {', '.join(near)}")
-        return "\n".join(lines)
 
     def _title(self) -> str:
         about = ", ".join(part for part in (self.model, self.device) if part) or "no model"
@@ -314,36 +286,6 @@ class ReportDifference:
             for sign, row in rows
         ]
         return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
-
-
-def _explained(function: str, rows: Sequence[OpRow], how: str) -> Iterator[str]:
-    """Why a function ran in its precision, and what would change it, one sentence each."""
-    casts = [row for row in rows if row.casts]
-    by_region = [row for row in casts if row.cause == "autocast"]
-    for row in rows:
-        of_numbers = "float" in "".join(row.outputs[:1])  # integers are on no list
-        if row.view or row.cause or row.inputs == () or not of_numbers:
-            continue
-        dtype, taken = short(row.outputs[0]), " and ".join(map(short, row.inputs))
-        if how.startswith("pinned"):
-            why, change = f"the module is {how}", "set_module_precision(module, None) would"
-        elif by_region:
-            listed = "fp32" if dtype in ("fp32", "fp64") else "lower_precision"
-            source = " and ".join(dict.fromkeys(short(each.inputs[0]) for each in by_region))
-            other = "lower_precision" if listed == "fp32" else "fp32"
-            why = f"autocast cast what it takes from {source}, for its lists have it as {listed}"
-            change = f'OpLists({other}={{"{function}"}}) or set_module_precision would'
-        elif any(each.cause == "explicit" for each in casts):
-            why, change = "the code casts here", "taking .to, .float() or dtype= away would"
-        elif how.startswith("autocast"):
-            why = f"it took {taken} as it came: its inputs and weights were so, or no list has it"
-            change = (
-                f'OpLists(fp32={{"{function}"}}), lower_precision= or set_module_precision would'
-            )
-        else:
-            why = f"no region is on, so it took {taken} as it came"
-            change = "a region, a pin, or another dtype of model, inputs or param_dtype would"
-        yield f"{function} ran in {dtype}: {why}; {change} change that"
 
 
 def short(dtype: object) -> str:

@@ -255,24 +255,16 @@ def test_what_is_marked_for_a_profiler_is_no_row_of_the_table():
     assert str(report).splitlines()[1:] == rows
 
 
-def test_explain_says_why_each_op_ran_as_it_did_and_what_would_change_it():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4))
-    distamp.set_module_precision(model[2], "fp32")
+def test_settings_name_the_region_or_the_pin_of_each_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    distamp.set_module_precision(model[1], "fp32")
     with precision_report(model) as report:
         with torch.autocast("cpu", dtype=BF16):
-            y = model[2](model[1](model[0](torch.ones(2, 4))))
-        model[3](y)
-    wanted = {
-        "0": "linear ran in bf16: autocast cast what it takes from fp32, for its lists have it as "
-        'lower_precision; OpLists(fp32={"linear"}) or set_module_precision would change that',
-        "1": "layer_norm ran in bf16: it took bf16 and fp32 as it came",
-        "2": "linear ran in fp32: the module is pinned to fp32 by 2",
-        "3": "linear ran in fp32: no region is on, so it took fp32 as it came",
-    }
-    for name, sentence in wanted.items():
-        assert sentence in report.explain(name)
-        assert sentence in report.explain("")
-    assert report.explain("(model)") == report.explain("")
+            y = model[1](model[0](torch.ones(2, 4)))
+        model[2](y)
+    expected = {"0": "autocast bf16", "1": "pinned to fp32 by 1", "2": "outside of a region"}
+    assert report.settings == expected
+    assert report.to_dict()["settings"] == expected
 
 
 @pytest.mark.parametrize(("rate", "lost"), [(1e-4, 1.0), (0.1, 0.0)])
@@ -365,7 +357,6 @@ def of_traced(inside: nn.Module) -> None:
     ("call", "error", "says"),
     [
         (lambda: recorded().compare(3), TypeError, "got int"),
-        (lambda: recorded().explain("7"), ValueError, "nothing ran in a module '7'"),
         (
             lambda: precision_report(mlp).__enter__(),  # type: ignore[arg-type]
             TypeError,
