@@ -17,7 +17,6 @@ __all__ = [
     "OUTSIDE",
     "OpRow",
     "PrecisionReport",
-    "ReportDifference",
     "Totals",
     "Written",
     "collapsed",
@@ -124,7 +123,7 @@ class PrecisionReport(Written):
     """What ran where, in which dtype, with its casts; forward, backward, recomputed.
 
     ``print(report)`` shows a table. :attr:`settings` contains the autocast region or the pin that
-    each module ran under. Two reports can be subtracted by :meth:`compare`.
+    each module ran under.
 
     What is counted: every kernel below autograd and autocast, as a
     ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block sees it. A cast is a
@@ -245,47 +244,6 @@ class PrecisionReport(Written):
             values.get("notes", ()),
         )
         return cls((OpRow(**row) for row in rows), *about)
-
-    def compare(self, other: PrecisionReport) -> ReportDifference:
-        """What changes from this report to the other: the difference of their rows, both ways.
-
-        Raises:
-            TypeError: The other is not a :class:`PrecisionReport`.
-        """
-        if not isinstance(other, PrecisionReport):
-            raise TypeError(f"expected a PrecisionReport, got {type(other).__name__}")
-        left, right = (_merged(row for row in it.rows if not row.view) for it in (self, other))
-        same = {*left} & {*right}
-        return ReportDifference(
-            tuple(row for row in left if row not in same),
-            tuple(row for row in right if row not in same),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReportDifference:
-    """What differs between two reports; falsy where nothing does.
-
-    Attributes:
-        before: Rows of the first report that the second has not: another dtype, op, or number of
-            calls. Views are left out.
-        after: Rows of the second that the first has not.
-    """
-
-    before: tuple[OpRow, ...]
-    after: tuple[OpRow, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.before or self.after)
-
-    def __str__(self) -> str:
-        rows = [("-", row) for row in self.before] + [("+", row) for row in self.after]
-        rows.sort(key=lambda each: (each[1].phase, each[1].module, each[1].op))
-        cells = [
-            (sign, row.phase, row.module or "(model)", row.label, *_numbers(row))
-            for sign, row in rows
-        ]
-        return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
 
 
 def short(dtype: object) -> str:

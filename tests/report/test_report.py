@@ -219,7 +219,7 @@ def test_compiled_traced_and_wrapped_modules_have_plain_names():
         assert {(row.module, row.op) for row in report.rows} >= wanted
 
 
-# What a report is written as: a table, JSON, the difference of two.
+# The table and the JSON of a report.
 
 
 @pytest.fixture(scope="module")
@@ -327,25 +327,17 @@ def test_json_comes_back_equal_and_another_file_is_refused_by_name(report, tmp_p
             PrecisionReport.from_json(path)
 
 
-def recorded(ops: OpLists | None = None, calls: int = 1) -> PrecisionReport:
-    torch.manual_seed(0)
-    model = mlp()
-    with precision_report(model) as report, distamp.autocast("cpu", BF16, ops=ops):
-        for _ in range(calls):
-            with torch.inference_mode():
-                model(torch.randn(4, 8))
-    return report
-
-
-def test_the_difference_is_what_changed_and_nothing_else():
-    before, after = recorded(), recorded(OpLists(fp32={"linear"}, lower_precision={"relu"}))
-    assert not before.compare(recorded())
-    difference = before.compare(after)
-    for rows, dtype in ((difference.before, "bfloat16"), (difference.after, "float32")):
-        assert {row.outputs for row in rows if row.op == "linear"} == {(dtype,)}
-    assert {row.cause for row in after.rows if row.casts} == {"autocast"}
-    assert "linear" in str(difference)
-    assert before.compare(recorded(calls=2)), "a number of calls is a difference too"
+def test_the_rows_that_an_op_list_changes_are_a_difference_of_sets():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    reports = []
+    for op_lists in (None, OpLists(fp32={"linear"})):
+        with precision_report(model) as report, distamp.autocast("cpu", BF16, ops=op_lists):
+            model(x)
+        reports.append(report)
+    before, after = reports
+    changed = set(after.rows) - set(before.rows)
+    assert {row.outputs for row in changed if row.op == "addmm"} == {("float32",)}
+    assert {row.outputs for row in changed if row.function == "relu"} == {("float32",)}
 
 
 def of_traced(inside: nn.Module) -> None:
@@ -356,7 +348,6 @@ def of_traced(inside: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: recorded().compare(3), TypeError, "got int"),
         (
             lambda: precision_report(mlp).__enter__(),  # type: ignore[arg-type]
             TypeError,
