@@ -1,8 +1,7 @@
-"""The precision report as a value: rows of what ran, their sums, one table, JSON, a difference."""
+"""The precision report as a value: rows of the kernels that ran, their sums, a table and JSON."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -24,7 +23,7 @@ __all__ = [
     "text_table",
 ]
 
-# The module column of what ran inside the block but outside every module of the model.
+# The module column of kernels that ran in the block but in no module of the model.
 OUTSIDE = "(outside)"
 _FORMAT = 2
 # The short names that the field uses in tables.
@@ -35,16 +34,16 @@ _COUNTS = ("calls", "casts", "bytes_read", "bytes_written")
 
 
 class Written:
-    """What is written as JSON: a report, a preflight, the breaches of a contract."""
+    """Base class of results that are written as JSON: reports, preflights, breaches."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types."""
+        """Return the result as JSON types."""
         raise NotImplementedError
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Write it to a file."""
+        """Write the result to a file as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
@@ -58,17 +57,18 @@ class OpRow:
         kind: The module's class name.
         phase: ``"forward"``, ``"backward"``, or ``"recompute"`` (a module's forward run again by
             activation checkpointing).
-        function: The torch function that was called, such as ``"linear"``; empty in most of
-            backward. Of a backward kernel, the one whose gradient it computes.
+        function: The torch function that was called, such as ``"linear"``. A backward kernel has
+            the function of the forward pass; in most of backward the name is empty.
         op: The kernel that ran, such as ``"addmm"``.
-        inputs: The dtypes of its tensors, each once.
-        outputs: Those of its results.
-        cause: Of a cast, ``"autocast"``, ``"explicit"`` (asked for in code) or ``"autograd"``.
-        view: Whether it computes nothing, but gives its input another shape.
-        calls: How often it ran.
-        casts: How many casts these calls made.
-        bytes_read: What those casts read.
-        bytes_written: What they wrote.
+        inputs: The distinct dtypes of the input tensors.
+        outputs: The distinct dtypes of the results.
+        cause: ``"autocast"``, ``"explicit"`` (a cast in the user's code) or ``"autograd"`` if the
+            kernel is a cast.
+        view: True if the kernel computes nothing and only gives its input another shape.
+        calls: The number of calls.
+        casts: The number of casts in these calls.
+        bytes_read: The bytes that the casts read.
+        bytes_written: The bytes that the casts wrote.
         length: The most numbers that one call added up for one number of its result.
     """
 
@@ -89,7 +89,7 @@ class OpRow:
 
     @property
     def label(self) -> str:
-        """The function's name, and the kernel's where that says more."""
+        """The name of the function, and of the kernel if it differs."""
         plain = self.op.strip("_")
         if not self.function or self.function == plain:
             return plain
@@ -98,7 +98,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over rows; bytes are those that casts read and wrote."""
+    """Sums over rows; bytes are the bytes that casts read and wrote."""
 
     calls: int = 0
     casts: int = 0
@@ -120,26 +120,25 @@ class Totals:
 
 
 class PrecisionReport(Written):
-    """What ran where, in which dtype, with its casts; forward, backward, recomputed.
+    """The kernels that a model ran, with their modules, phases, dtypes and casts.
 
     ``print(report)`` shows a table. :attr:`settings` contains the autocast region or the pin that
     each module ran under.
 
-    What is counted: every kernel below autograd and autocast, as a
-    ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block sees it. A cast is a
-    ``_to_copy``, ``to``, ``copy_`` or ``_foreach_copy_`` that changes a tensor's dtype. Of a cast
-    that runs while a torch function runs with autocast on, autocast is the cause, unless the
-    function is a conversion (``Tensor.to``, ``float``, ``half``, ...) or was given ``dtype=``:
-    then, as with autocast off, the user asked. The gradient of a cast has the cause of that
-    cast; casts that a backward kernel makes of itself are autograd's.
+    The report counts every kernel below autograd and autocast, as a
+    ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block does. A cast is a
+    ``_to_copy``, ``to``, ``copy_`` or ``_foreach_copy_`` that changes a tensor's dtype. Its cause
+    is autocast if the cast runs inside a torch function with autocast on. The cause is the user's
+    code if autocast is off, if the function is a conversion (``Tensor.to``, ``float``, ``half``,
+    ...), or if the function received ``dtype=``. The gradient of a cast has the cause of that
+    cast. The cause of a cast inside a backward kernel is autograd.
 
     Args:
-        rows: The rows, or a function that returns them as they are then.
+        rows: The rows, or a function that returns the present rows.
         model: The model's class name.
-        device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
+        device: The caller's description of the device, such as ``"cuda, float16, simulated"``.
         settings: The autocast region or the pin that each module ran under, by module name.
-        notes: Sentences about what the report cannot promise, such as that compiled code ran
-            eagerly.
+        notes: Sentences about the limits of the report, such as that compiled code ran eagerly.
     """
 
     def __init__(
@@ -158,12 +157,12 @@ class PrecisionReport(Written):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about what the report cannot promise; inside its block, so far."""
+        """Sentences about the limits of the report; inside its block, the sentences so far."""
         return tuple(self._notes() if callable(self._notes) else self._notes)
 
     @property
     def rows(self) -> tuple[OpRow, ...]:
-        """Every module, op and dtypes; inside the block of a report, what ran so far."""
+        """The rows of all kernels; inside the block of the report, the rows so far."""
         return tuple(self._rows() if callable(self._rows) else self._rows)
 
     @property
@@ -172,10 +171,10 @@ class PrecisionReport(Written):
         return Totals.of(self.rows)
 
     def table(self, *, collapse: bool = True, views: bool = False) -> str:
-        """The report as plain text.
+        """Return the report as plain text.
 
         Args:
-            collapse: Show modules whose names differ by an index alone as one (``h.*.attn``).
+            collapse: Show modules as one (``h.*.attn``) if their names differ only by an index.
             views: Show ops that only give a new view, which compute nothing.
         """
         notes = [f"note: {note}" for note in self.notes]
@@ -212,48 +211,23 @@ class PrecisionReport(Written):
         return cells
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON types."""
+        """Return the report as JSON types."""
         about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "device": self.device}
         about["settings"] = dict(self.settings)
         about["notes"] = list(self.notes)
         return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
 
-    @classmethod
-    def from_json(cls, path: str | PathLike[str]) -> PrecisionReport:
-        """Read a report that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: The file is something else, or of another format.
-        """
-        values: Any = {}
-        with contextlib.suppress(json.JSONDecodeError):
-            values = json.loads(Path(path).read_text())
-        found = values.get("format") if isinstance(values, dict) else None
-        if found != _FORMAT:
-            raise ValueError(
-                f"{path} is no precision report of format {_FORMAT}, which this version reads: "
-                f"its format is {found!r}"
-            )
-        rows: list[dict[str, Any]] = values["rows"]
-        for row in rows:
-            row |= {"inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])}
-        about = (
-            values["model"],
-            values["device"],
-            values.get("settings"),
-            values.get("notes", ()),
-        )
-        return cls((OpRow(**row) for row in rows), *about)
-
 
 def short(dtype: object) -> str:
-    """The name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
+    """Return the name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
     name = str(dtype).removeprefix("torch.")
     return _SHORT.get(name, name)
 
 
 def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Map each name to one for all modules of a class alike but for an index: ``h.*.attn``.
+    """Map module names to names without the indices in which modules of a class differ.
+
+    ``h.0.attn`` and ``h.1.attn`` both become ``h.*.attn``.
 
     Args:
         modules: Names and classes.
@@ -270,7 +244,7 @@ def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _merged(rows: Iterable[OpRow]) -> list[OpRow]:
-    """Add up rows that are alike but for their counts, in order of appearance."""
+    """Add up the counts of rows that are otherwise equal, in order of appearance."""
     merged: dict[OpRow, OpRow] = {}
     for row in rows:
         bare = replace(row, calls=0, casts=0, bytes_read=0, bytes_written=0, length=0)
@@ -283,7 +257,7 @@ def _merged(rows: Iterable[OpRow]) -> list[OpRow]:
 def text_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 3
 ) -> list[str]:
-    """Lines of a table, its columns aligned; the last ``numbers`` of them to the right."""
+    """Return the lines of a table; the last ``numbers`` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     sides = ["<"] * (len(widths) - numbers) + [">"] * numbers
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
@@ -291,7 +265,7 @@ def text_table(
 
 
 def _numbers(row: OpRow) -> tuple[str, ...]:
-    """The cells of a row from its dtypes on."""
+    """Return the cells of a row from its dtypes on."""
     return (
         ", ".join(map(short, row.inputs)),
         ", ".join(map(short, row.outputs)),
