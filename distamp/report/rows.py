@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -16,7 +15,6 @@ __all__ = [
     "OUTSIDE",
     "OpRow",
     "PrecisionReport",
-    "Totals",
     "Written",
     "collapsed",
     "short",
@@ -30,7 +28,7 @@ _FORMAT = 2
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast KiB")
-_COUNTS = ("calls", "casts", "bytes_read", "bytes_written")
+_CAUSES = ("autocast", "explicit", "autograd")
 
 
 class Written:
@@ -96,29 +94,6 @@ class OpRow:
         return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over rows; bytes are the bytes that casts read and wrote."""
-
-    calls: int = 0
-    casts: int = 0
-    autocast_casts: int = 0
-    explicit_casts: int = 0
-    autograd_casts: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    @classmethod
-    def of(cls, rows: Iterable[OpRow]) -> Totals:
-        """Add rows up."""
-        sums: Counter[str] = Counter()
-        for row in rows:
-            counts = {"calls": row.calls, "casts": row.casts, f"{row.cause}_casts": row.casts}
-            sums.update(counts, bytes_read=row.bytes_read, bytes_written=row.bytes_written)
-        del sums["_casts"]
-        return cls(**sums)
-
-
 class PrecisionReport(Written):
     """The kernels that a model ran, with their modules, phases, dtypes and casts.
 
@@ -166,9 +141,33 @@ class PrecisionReport(Written):
         return tuple(self._rows() if callable(self._rows) else self._rows)
 
     @property
-    def totals(self) -> Totals:
-        """Sums over all rows."""
-        return Totals.of(self.rows)
+    def calls(self) -> int:
+        """The number of kernel calls in all rows."""
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def casts(self) -> int:
+        """The number of casts in all rows."""
+        return sum(row.casts for row in self.rows)
+
+    @property
+    def casts_by_cause(self) -> dict[str, int]:
+        """The number of casts for each cause: autocast, explicit and autograd."""
+        casts = dict.fromkeys(_CAUSES, 0)
+        for row in self.rows:
+            if row.cause:
+                casts[row.cause] += row.casts
+        return casts
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes that casts read."""
+        return sum(row.bytes_read for row in self.rows)
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes that casts wrote."""
+        return sum(row.bytes_written for row in self.rows)
 
     def table(self, *, collapse: bool = True, views: bool = False) -> str:
         """Return the report as plain text.
@@ -186,10 +185,10 @@ class PrecisionReport(Written):
 
     def _title(self) -> str:
         about = ", ".join(part for part in (self.model, self.device) if part) or "no model"
-        t = self.totals
+        by_autocast = self.casts_by_cause["autocast"]
         return (
-            f"{about}: {t.calls:,} kernels, {t.casts:,} casts, {t.autocast_casts:,} by autocast, "
-            f"{t.bytes_written / 2**20:,.1f} MiB written by casts"
+            f"{about}: {self.calls:,} kernels, {self.casts:,} casts, {by_autocast:,} by autocast, "
+            f"{self.bytes_written / 2**20:,.1f} MiB written by casts"
         )
 
     def _cells(self, collapse: bool, views: bool) -> list[tuple[str, ...]]:
@@ -212,10 +211,19 @@ class PrecisionReport(Written):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON types."""
-        about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "device": self.device}
-        about["settings"] = dict(self.settings)
-        about["notes"] = list(self.notes)
-        return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
+        totals = {"calls": self.calls, "casts": self.casts}
+        for cause, casts in self.casts_by_cause.items():
+            totals[f"{cause}_casts"] = casts
+        totals["bytes_read"] = self.bytes_read
+        totals["bytes_written"] = self.bytes_written
+        values: dict[str, Any] = {"format": _FORMAT}
+        values["model"] = self.model
+        values["device"] = self.device
+        values["settings"] = dict(self.settings)
+        values["notes"] = list(self.notes)
+        values["totals"] = totals
+        values["rows"] = [asdict(row) for row in self.rows]
+        return values
 
 
 def short(dtype: object) -> str:
@@ -247,10 +255,21 @@ def _merged(rows: Iterable[OpRow]) -> list[OpRow]:
     """Add up the counts of rows that are otherwise equal, in order of appearance."""
     merged: dict[OpRow, OpRow] = {}
     for row in rows:
-        bare = replace(row, calls=0, casts=0, bytes_read=0, bytes_written=0, length=0)
-        found = merged.get(bare, bare)
-        sums = {name: getattr(found, name) + getattr(row, name) for name in _COUNTS}
-        merged[bare] = replace(row, **sums | {"length": max(found.length, row.length)})
+        key = replace(row, calls=0, casts=0, bytes_read=0, bytes_written=0, length=0)
+        total = merged.get(key, key)
+        calls = total.calls + row.calls
+        casts = total.casts + row.casts
+        bytes_read = total.bytes_read + row.bytes_read
+        bytes_written = total.bytes_written + row.bytes_written
+        length = max(total.length, row.length)
+        merged[key] = replace(
+            row,
+            calls=calls,
+            casts=casts,
+            bytes_read=bytes_read,
+            bytes_written=bytes_written,
+            length=length,
+        )
     return list(merged.values())
 
 
