@@ -42,7 +42,6 @@ from distamp.report import (
     TensorRange,
     Violation,
     find_first_nonfinite,
-    findings,
     precision_report,
     preflight,
 )
@@ -85,7 +84,6 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "find_first_nonfinite",
-    "findings",
     "float8_layers",
     "initialize",
     "install",

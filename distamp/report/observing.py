@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
 from distamp.report.following import Follower, Kernel, group_of, held_by, storage_of, tensors_in
-from distamp.report.rows import collapsed, short
+from distamp.report.op_row import collapsed
+from distamp.report.rows import short
 
 __all__ = ["Observer", "Seen"]
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from distamp.report.findings import Findings, find_risks
+from distamp.report.op_row import OpRow, collapsed
+
 __all__ = [
     "OUTSIDE",
-    "OpRow",
     "PrecisionReport",
     "Written",
-    "collapsed",
     "short",
     "text_table",
 ]
@@ -26,7 +26,6 @@ OUTSIDE = "(outside)"
 _FORMAT = 2
 # The short names that the field uses in tables.
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast KiB")
 _CAUSES = ("autocast", "explicit", "autograd")
 
@@ -43,55 +42,6 @@ class Written:
     def to_json(self, path: str | PathLike[str]) -> None:
         """Write the result to a file as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class OpRow:
-    """All calls of one kernel that one module made with one set of dtypes in one phase.
-
-    Attributes:
-        module: Name in ``model.named_modules()`` without the names of wrappers such as
-            DistributedDataParallel; ``""`` is the model itself, ``"(outside)"`` no module of it.
-        kind: The module's class name.
-        phase: ``"forward"``, ``"backward"``, or ``"recompute"`` (a module's forward run again by
-            activation checkpointing).
-        function: The torch function that was called, such as ``"linear"``. A backward kernel has
-            the function of the forward pass; in most of backward the name is empty.
-        op: The kernel that ran, such as ``"addmm"``.
-        inputs: The distinct dtypes of the input tensors.
-        outputs: The distinct dtypes of the results.
-        cause: ``"autocast"``, ``"explicit"`` (a cast in the user's code) or ``"autograd"`` if the
-            kernel is a cast.
-        view: True if the kernel computes nothing and only gives its input another shape.
-        calls: The number of calls.
-        casts: The number of casts in these calls.
-        bytes_read: The bytes that the casts read.
-        bytes_written: The bytes that the casts wrote.
-        length: The most numbers that one call added up for one number of its result.
-    """
-
-    module: str
-    kind: str
-    phase: str
-    function: str
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    cause: str = ""
-    view: bool = False
-    calls: int = 0
-    casts: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    length: int = 0
-
-    @property
-    def label(self) -> str:
-        """The name of the function, and of the kernel if it differs."""
-        plain = self.op.strip("_")
-        if not self.function or self.function == plain:
-            return plain
-        return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
 
 
 class PrecisionReport(Written):
@@ -169,6 +119,17 @@ class PrecisionReport(Written):
         """The bytes that casts wrote."""
         return sum(row.bytes_written for row in self.rows)
 
+    def findings(self) -> Findings:
+        """Return the places that half precision may spoil; ``print`` shows a line for each.
+
+        The rules look at the dtypes of kernels and at the number of terms in a sum, and not at
+        values. They cover losses, softmax, norms, long sums, and sums of gradients.
+
+        Returns:
+            A tuple of :class:`distamp.Finding`, ordered by rule and module.
+        """
+        return find_risks(self.rows)
+
     def table(self, *, collapse: bool = True, views: bool = False) -> str:
         """Return the report as plain text.
 
@@ -193,13 +154,15 @@ class PrecisionReport(Written):
 
     def _cells(self, collapse: bool, views: bool) -> list[tuple[str, ...]]:
         shown = collapsed({(row.module, row.kind) for row in self.rows}) if collapse else {}
-        merged = _merged(
-            replace(row, module=shown.get(row.module, row.module))
-            for row in self.rows
-            if views or row.cause or not row.view
-        )
+        visible = []
+        for row in self.rows:
+            if views or row.cause or not row.view:
+                visible.append(replace(row, module=shown.get(row.module, row.module)))
+        merged = _merged(visible)
         # Each phase together, modules in the order in which they first ran.
-        order = {row.module: i for i, row in reversed(list(enumerate(merged)))}
+        order: dict[str, int] = {}
+        for row in merged:
+            order.setdefault(row.module, len(order))
         merged.sort(key=lambda row: (len(row.phase) != 7, row.phase, order[row.module]))
         cells = []
         for place, rows in itertools.groupby(merged, key=lambda row: (row.phase, row.module)):
@@ -230,25 +193,6 @@ def short(dtype: object) -> str:
     """Return the name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
     name = str(dtype).removeprefix("torch.")
     return _SHORT.get(name, name)
-
-
-def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Map module names to names without the indices in which modules of a class differ.
-
-    ``h.0.attn`` and ``h.1.attn`` both become ``h.*.attn``.
-
-    Args:
-        modules: Names and classes.
-    """
-    groups: dict[tuple[str, str], set[str]] = {}
-    for name, kind in modules:
-        groups.setdefault((_INDEX.sub("*", name), kind), set()).add(name)
-    shown: dict[str, str] = {}
-    for group in groups.values():
-        columns = zip(*(name.split(".") for name in group), strict=True)
-        same = [column[0] if len(set(column)) == 1 else "*" for column in columns]
-        shown |= dict.fromkeys(group, ".".join(same))
-    return shown
 
 
 def _merged(rows: Iterable[OpRow]) -> list[OpRow]:

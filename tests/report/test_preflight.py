@@ -15,7 +15,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from distamp import (
     autocast,
-    findings,
     precision_report,
     preflight,
     set_module_precision,
@@ -208,7 +207,7 @@ def test_a_loss_in_fp16_is_found_however_it_was_reduced(loss_fn, found):
 def test_json_has_report_and_findings(tmp_path):
     result = preflight(Calls(lambda x: F.softmax(x.half(), -1)), X, "cpu", FP16)
     assert [each.rule for each in result.findings] == ["half-softmax"]
-    assert result.findings == findings(result.report)
+    assert result.findings == result.report.findings()
     path = tmp_path / "preflight.json"
     result.to_json(path)
     values = json.loads(path.read_text())
@@ -274,7 +273,7 @@ def test_findings_are_read_off_a_real_report(row):
     for call in calls:
         with precision_report() as report:
             call()
-        found.append(rule in {each.rule for each in findings(report)})
+        found.append(rule in {each.rule for each in report.findings()})
     assert found == [True, False]
 
 

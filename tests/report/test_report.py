@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
-from distamp import OpLists, PrecisionReport, findings, precision_report
+from distamp import OpLists, PrecisionReport, precision_report
 from distamp.gradients import local_of
 from distamp.report import lost_updates
 from distamp.scaler import master_params
@@ -181,7 +181,19 @@ def test_the_longest_sum_of_several_is_found(lengths):
         for length in lengths:
             torch.ones(length, dtype=BF16).sum()
     assert [row.length for row in report.rows if row.op == "sum"] == [5000]
-    assert [finding.rule for finding in findings(report)] == ["long-sum"]
+    assert [finding.rule for finding in report.findings()] == ["long-sum"]
+
+
+def test_findings_print_a_line_each_and_similar_modules_once():
+    model = nn.Sequential(nn.Softmax(-1), nn.Softmax(-1))
+    with precision_report(model) as report:
+        assert str(report.findings()) == "no findings"
+        model(torch.ones(2, 4, dtype=BF16))
+    findings = report.findings()
+    assert str(findings[1]).startswith("warning: 1, softmax [half-softmax]: softmax in bfloat16")
+    assert [finding.module for finding in findings] == ["0", "1"]
+    assert str(findings).startswith("warning: *, softmax [half-softmax]: softmax in bfloat16")
+    assert str(findings).count("\n") == 0
 
 
 # Models in torch's wrappers: names as without them, nothing missed.
@@ -400,7 +412,9 @@ def _accumulated(level: str, layout: str, reduce_fp32: bool) -> tuple[float, set
                 amp.backward(amp.model(torch.full((1, 4), size)).float().sum())
     amp.scaler.unscale_(optimizer)
     grads = [local_of(p.grad) for p in master_params(optimizer) if p.grad is not None]
-    accumulations = [finding for finding in findings(report) if finding.rule == "half-accumulation"]
+    accumulations = [
+        finding for finding in report.findings() if finding.rule == "half-accumulation"
+    ]
     total = sum(grad.float().sum().item() for grad in grads)
     modules = {finding.module for finding in accumulations}
     ops = {finding.op for finding in accumulations}
