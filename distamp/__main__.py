@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="show what works on this machine, for a bug report",
-        description="Show versions, devices and how fast each precision is; under torchrun also "
-        "what differs between ranks. Exits with 1 if something does.",
+        description="Show versions and devices; under torchrun also the differences between ranks. "
+        "Exits with 1 if ranks differ.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for ranks")

@@ -12,39 +12,32 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.benchmark import Timer
 
 import distamp
-from distamp.autocast import autocast
 
-__all__ = ["Diagnosis", "advice", "diagnose", "milliseconds"]
+__all__ = ["Diagnosis", "diagnose"]
 
 # What distamp works with where it is installed; none is imported to find out.
 _PACKAGES = ("triton", "fairscale", "torchao", "lightning", "accelerate", "transformers", "trl")
-_LEVELS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What distamp finds on this machine; ``str`` makes the page.
+    """The versions, devices and problems that :func:`diagnose` found; ``str`` makes the page.
 
-    Like ``python -m torch.utils.collect_env``, it lists versions, and no names of hosts or people;
-    beyond that it times each precision and compares ranks.
+    Like ``python -m torch.utils.collect_env``, the page lists versions, and contains no names of
+    hosts or people. In addition it lists the differences between ranks.
 
-    Args:
+    Attributes:
         facts: Versions and devices by name; under torchrun rank 0's.
-        precisions: Milliseconds of one small training step in each dtype, or why there is none.
-        ranks: How many ranks answered; 1 without torchrun.
-        problems: Facts that differ between ranks, with who has what, and ranks that do not answer.
-        advice: Which precisions are slow here, and which level to take.
+        ranks: The number of ranks that answered; 1 without torchrun.
+        problems: A sentence for each fact that differs between ranks, with the value of each rank,
+            and for ranks that do not answer.
     """
 
     facts: Mapping[str, str]
-    precisions: Mapping[str, float | str]
     ranks: int
     problems: Sequence[str]
-    advice: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return all of it as JSON."""
@@ -52,9 +45,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         rows = {**self.facts, "ranks": str(self.ranks)}
-        for name, took in self.precisions.items():
-            rows[name] = took if isinstance(took, str) else f"{took:.3g} ms for a small step"
-        rows["advice"] = "\n          ".join(self.advice) or "none"
         rows["problems"] = "\n          ".join(self.problems) or "none"
         page = "".join(f"\n{name:9} {row}" for name, row in rows.items())
         return f"distamp doctor{page}"
@@ -84,47 +74,10 @@ def diagnose(timeout: float = 30.0) -> Diagnosis:
         facts["cuda"] = f"{version}: {count} x {about.name} with {gib:.0f} GiB"
     elif accelerator is not None:
         facts[device] = f"{torch.accelerator.device_count()} devices"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    precisions = {str(d).removeprefix("torch."): milliseconds(device, d) for d in dtypes}
     ranks, problems = 1, list[str]()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         ranks, problems = _compare(facts, timeout)
-    return Diagnosis(facts, precisions, ranks, problems, advice(precisions))
-
-
-def advice(precisions: Mapping[str, float | str]) -> list[str]:
-    """Return a sentence for each half precision that takes longer than float32.
-
-    Args:
-        precisions: As `Diagnosis` has them.
-    """
-    took = {name: ms for name, ms in precisions.items() if not isinstance(ms, str)}
-    full = took.get("float32", float("inf"))
-    best = min(took, key=lambda name: took[name], default="float32")
-    return [
-        f"{name} takes {ms / full:.1f} times as long as float32 here: take level {_LEVELS[best]}"
-        for name, ms in took.items()
-        if ms > 1.2 * full
-    ]
-
-
-def milliseconds(device: str, dtype: torch.dtype) -> float | str:
-    """Return how long a small step takes under autocast, or the error that it ends in."""
-    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 14 * 14, 64))
-    model, images = model.to(device), torch.rand(8, 16, 16, 16, device=device)
-
-    def step() -> None:
-        with autocast(device, dtype=dtype, enabled=dtype is not torch.float32):
-            outputs = model(images)
-        if outputs.dtype is not dtype:
-            raise RuntimeError(f"computes in {outputs.dtype}")
-        outputs.float().sum().backward()
-
-    try:
-        timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-        return timer.blocked_autorange(min_run_time=0.2).median * 1000
-    except (RuntimeError, TypeError, ValueError) as error:
-        return _first_line(error)
+    return Diagnosis(facts, ranks, problems)
 
 
 def _first_line(error: Exception) -> str:
@@ -140,19 +93,19 @@ def _compare(facts: Mapping[str, str], timeout: float) -> tuple[int, list[str]]:
         dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
         dist.all_gather_object(answers, facts)
     except Exception as error:
-        mine, reason = os.environ["RANK"], _first_line(error)
-        return 1, [f"rank {mine} does not reach the {size} ranks: {reason}"]
+        rank, reason = os.environ["RANK"], _first_line(error)
+        return 1, [f"rank {rank} does not reach the {size} ranks: {reason}"]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     problems = []
-    for name in sorted({name for each in answers for name in each}):
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(answers):
-            ranks.setdefault(each.get(name, "missing"), []).append(rank)
-        if len(ranks) > 1:
-            have = ", ".join(f"{value} on {some}" for value, some in ranks.items())
-            problems.append(f"{name} differs between ranks: {have}")
+    for name in sorted({name for answer in answers for name in answer}):
+        ranks_by_value: dict[str, list[int]] = {}
+        for number, answer in enumerate(answers):
+            ranks_by_value.setdefault(answer.get(name, "missing"), []).append(number)
+        if len(ranks_by_value) > 1:
+            values = ", ".join(f"{value} on {ranks}" for value, ranks in ranks_by_value.items())
+            problems.append(f"{name} differs between ranks: {values}")
     return size, problems
 
 

@@ -1,7 +1,7 @@
 """What ran in which precision: reports of real passes and of foreseen ones."""
 
 from distamp.report.contract import ContractReport, PrecisionContract, Violation
-from distamp.report.findings import Finding, findings
+from distamp.report.findings import Finding
 from distamp.report.logprob_mismatch import logprob_mismatch
 from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
 from distamp.report.preflight import Preflight, preflight
@@ -21,7 +21,6 @@ __all__ = [
     "TensorRange",
     "Violation",
     "find_first_nonfinite",
-    "findings",
     "logprob_mismatch",
     "lost_updates",
     "precision_report",

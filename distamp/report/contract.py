@@ -24,7 +24,8 @@ from distamp.report.following import (
     raised_on_every_rank,
 )
 from distamp.report.observing import Observer, Seen
-from distamp.report.rows import OUTSIDE, Written, collapsed, short, text_table
+from distamp.report.op_row import collapsed
+from distamp.report.rows import OUTSIDE, Written, short, text_table
 
 __all__ = ["ContractReport", "PrecisionContract", "Violation"]
 

@@ -1,13 +1,13 @@
-"""Findings: where half precision may spoil numbers, read off any precision report."""
+"""Findings: places where half precision may spoil numbers, found in the rows of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from distamp.report.rows import OpRow, PrecisionReport, collapsed
+from distamp.report.op_row import OpRow, collapsed
 
-__all__ = ["FP16_LOSS", "Finding", "findings", "show"]
+__all__ = ["FP16_LOSS", "Finding", "Findings", "find_risks"]
 
 _HALF = ("float16", "bfloat16")
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp")
@@ -18,15 +18,18 @@ _SUMS = ("sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that will go wrong, or may.
+    """One place in a model at which half precision fails or may spoil numbers.
+
+    ``str`` is a line such as ``warning: head, softmax [half-softmax]: ...``.
 
     Attributes:
-        severity: ``"error"`` (it raises), ``"warning"`` (its numbers may be wrong) or ``"info"``.
-        rule: What was looked for, a fixed name such as ``"long-sum"``.
+        severity: ``"error"`` (the op raises), ``"warning"`` (its numbers may be wrong) or
+            ``"info"``.
+        rule: The fixed name of the rule, such as ``"long-sum"``.
         module: The module's name; ``""`` is the model itself.
         op: The op.
-        what: What is wrong.
-        fix: What most likely puts it right.
+        what: A description of the mistake.
+        fix: The most likely correction.
     """
 
     severity: str
@@ -35,6 +38,21 @@ class Finding:
     op: str
     what: str
     fix: str
+
+    def __str__(self) -> str:
+        place = f"{self.module or '(model)'}, {self.op}"
+        return f"{self.severity}: {place} [{self.rule}]: {self.what}; {self.fix}"
+
+
+class Findings(tuple[Finding, ...]):
+    """The findings of a report; ``str`` has a line for each, and one line for similar modules."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        shown = collapsed({(finding.module, finding.op) for finding in self})
+        lines = {str(replace(finding, module=shown[finding.module])) for finding in self}
+        return "\n".join(sorted(lines)) or "no findings"
 
 
 FP16_LOSS = Finding(
@@ -47,22 +65,20 @@ FP16_LOSS = Finding(
 )
 
 
-def findings(report: PrecisionReport) -> tuple[Finding, ...]:
-    """What half precision may spoil: losses, softmax and norms, long sums, sums of gradients.
-
-    It looks at which kernels ran in which dtypes and how many numbers they added up, and not at
-    values: use it on :func:`precision_report` of a real step or on :func:`preflight`.
-    """
-    found = {
-        Finding(severity, rule, row.module, row.label, what.format(row=row, dtype=_out(row)), fix)
-        for row in report.rows
-        for rule, severity, applies, what, fix in _RULES
-        if (row.phase == "forward" or rule in _ALWAYS)
-        and not row.view
-        and not row.cause
-        and applies(row)
-    }
-    return tuple(sorted(found, key=lambda it: (it.rule, it.module, it.op, it.what)))
+def find_risks(rows: Iterable[OpRow]) -> Findings:
+    """Return a finding for each row to which a rule applies, ordered by rule and module."""
+    matches = set()
+    for row in rows:
+        if row.view or row.cause:
+            continue
+        for rule, severity, applies, what, fix in _RULES:
+            in_phase = row.phase == "forward" or rule in _ALWAYS
+            if in_phase and applies(row):
+                description = what.format(row=row, dtype=_out(row))
+                matches.add(Finding(severity, rule, row.module, row.label, description, fix))
+    return Findings(
+        sorted(matches, key=lambda match: (match.rule, match.module, match.op, match.what))
+    )
 
 
 def _out(row: OpRow) -> str:
@@ -70,13 +86,13 @@ def _out(row: OpRow) -> str:
 
 
 def _half(row: OpRow) -> bool:
-    """Whether it takes half precision and returns it."""
+    """Return whether the kernel takes half precision and returns it."""
     return row.inputs[:1] != () and row.inputs[0] in _HALF and _out(row) in _HALF
 
 
-# What is looked for in backward and recomputed passes too.
+# Rules that apply to backward and recomputed passes too.
 _ALWAYS = ("long-product", "mixed-half", "half-accumulation", "half-reduction")
-# Name, severity, whether it applies to a row, what is wrong, what puts it right.
+# Name, severity, condition on a row, description and correction.
 _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
     (
         "fp16-loss",
@@ -141,14 +157,3 @@ _RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
         "keep float32 gradients, or FSDP's reduce_dtype=torch.float32; a hook with sums in fp32",
     ),
 )
-
-
-def show(found: Iterable[Finding]) -> list[str]:
-    """Lines for people, findings of modules alike but for an index as one."""
-    found = tuple(found)
-    shown = collapsed({(each.module, each.op) for each in found})
-    lines = {
-        f"{it.severity}: {shown[it.module] or '(model)'}, {it.op} [{it.rule}]: {it.what}; {it.fix}"
-        for it in found
-    }
-    return sorted(lines) or ["no findings"]

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
 from distamp.report.following import Follower, Kernel, group_of, held_by, storage_of, tensors_in
-from distamp.report.rows import collapsed, short
+from distamp.report.op_row import collapsed
+from distamp.report.rows import short
 
 __all__ = ["Observer", "Seen"]
 
@@ -230,11 +231,7 @@ class Observer(Follower):
     def _part(self, name: str, namespace: str, sent: Tensor) -> tuple[str, str, str]:
         """What a message is of (key; "" if of nothing that a contract speaks of), whose, when."""
         owner, phase, node = self.running()
-        part = (
-            "param_all_gather"
-            if "gather" in name or "broadcast" in name
-            else "grad_reduce"
-        )
+        part = "param_all_gather" if "gather" in name or "broadcast" in name else "grad_reduce"
         block = self._blocks[-1] if self._blocks else ""
         stored = self._stored.get(storage_of(sent))
         if self._inside("Optimizer.step"):

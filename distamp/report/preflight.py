@@ -25,7 +25,7 @@ from distamp.autocast.op_names import autocast_key
 from distamp.autocast.region import autocast
 from distamp.errors import ConfigError
 from distamp.precision_level import PrecisionLevel
-from distamp.report.findings import FP16_LOSS, Finding, findings, show
+from distamp.report.findings import FP16_LOSS, Finding, Findings
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport, Written
 
@@ -40,11 +40,12 @@ class Preflight(Written):
 
     Attributes:
         report: What ran until the forward pass, and ``loss_fn``, ended or failed.
-        findings: What to mend; an error means that it failed.
+        findings: The places to correct, as of :meth:`PrecisionReport.findings`; an error means
+            that the forward pass failed.
     """
 
     report: PrecisionReport
-    findings: tuple[Finding, ...]
+    findings: Findings
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -52,7 +53,7 @@ class Preflight(Written):
         return tuple(each for each in self.findings if each.severity == "error")
 
     def __str__(self) -> str:
-        return "\n".join([str(self.report), "", *show(self.findings)])
+        return f"{self.report}\n\n{self.findings}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON types."""
@@ -131,7 +132,7 @@ def preflight(
             found = (Finding("error", "fails", at, fakes.function, what, fix),)
     about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
     done = PrecisionReport(report.rows, report.model, about, report.settings)
-    return Preflight(done, (*found, *_forbidden(done, device_type), *findings(done)))
+    return Preflight(done, Findings((*found, *_forbidden(done, device_type), *done.findings())))
 
 
 def _lists_of(device_type: str) -> OpLists:

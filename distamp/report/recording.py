@@ -20,7 +20,8 @@ from distamp.report.following import (
     storage_of,
     tensors_in,
 )
-from distamp.report.rows import OpRow, PrecisionReport, short
+from distamp.report.op_row import OpRow
+from distamp.report.rows import PrecisionReport, short
 
 __all__ = ["precision_report"]
 

@@ -1,147 +1,69 @@
-"""The precision report as a value: rows of what ran, their sums, one table, JSON, a difference."""
+"""The precision report as a value: rows of the kernels that ran, their sums, a table and JSON."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import itertools
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from distamp.report.findings import Findings, find_risks
+from distamp.report.op_row import OpRow, collapsed
+
 __all__ = [
     "OUTSIDE",
-    "OpRow",
     "PrecisionReport",
-    "ReportDifference",
-    "Totals",
     "Written",
-    "collapsed",
     "short",
     "text_table",
 ]
 
-# The module column of what ran inside the block but outside every module of the model.
+# The module column of kernels that ran in the block but in no module of the model.
 OUTSIDE = "(outside)"
 _FORMAT = 2
 # The short names that the field uses in tables.
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _HEADINGS = ("phase", "module", "op", "in", "out", "calls", "casts", "cast KiB")
-_COUNTS = ("calls", "casts", "bytes_read", "bytes_written")
+_CAUSES = ("autocast", "explicit", "autograd")
 
 
 class Written:
-    """What is written as JSON: a report, a preflight, the violations of a contract."""
+    """Base class of results that are written as JSON: reports, preflights, violations."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types."""
+        """Return the result as JSON types."""
         raise NotImplementedError
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Write it to a file."""
+        """Write the result to a file as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class OpRow:
-    """All calls of one kernel that one module made with one set of dtypes in one phase.
-
-    Attributes:
-        module: Name in ``model.named_modules()`` without the names of wrappers such as
-            DistributedDataParallel; ``""`` is the model itself, ``"(outside)"`` no module of it.
-        kind: The module's class name.
-        phase: ``"forward"``, ``"backward"``, or ``"recompute"`` (a module's forward run again by
-            activation checkpointing).
-        function: The torch function that was called, such as ``"linear"``; empty in most of
-            backward. Of a backward kernel, the one whose gradient it computes.
-        op: The kernel that ran, such as ``"addmm"``.
-        inputs: The dtypes of its tensors, each once.
-        outputs: Those of its results.
-        cause: Of a cast, ``"autocast"``, ``"explicit"`` (asked for in code) or ``"autograd"``.
-        view: Whether it computes nothing, but gives its input another shape.
-        calls: How often it ran.
-        casts: How many casts these calls made.
-        bytes_read: What those casts read.
-        bytes_written: What they wrote.
-        length: The most numbers that one call added up for one number of its result.
-    """
-
-    module: str
-    kind: str
-    phase: str
-    function: str
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    cause: str = ""
-    view: bool = False
-    calls: int = 0
-    casts: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    length: int = 0
-
-    @property
-    def label(self) -> str:
-        """The function's name, and the kernel's where that says more."""
-        plain = self.op.strip("_")
-        if not self.function or self.function == plain:
-            return plain
-        return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over rows; bytes are those that casts read and wrote."""
-
-    calls: int = 0
-    casts: int = 0
-    autocast_casts: int = 0
-    explicit_casts: int = 0
-    autograd_casts: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    @classmethod
-    def of(cls, rows: Iterable[OpRow]) -> Totals:
-        """Add rows up."""
-        sums: Counter[str] = Counter()
-        for row in rows:
-            counts = {"calls": row.calls, "casts": row.casts, f"{row.cause}_casts": row.casts}
-            sums.update(counts, bytes_read=row.bytes_read, bytes_written=row.bytes_written)
-        del sums["_casts"]
-        return cls(**sums)
-
-
 class PrecisionReport(Written):
-    """What ran where, in which dtype, with its casts; forward, backward, recomputed.
+    """The kernels that a model ran, with their modules, phases, dtypes and casts.
 
-    ``print(report)`` shows a table; :meth:`explain` says why a module ran as it did. Two reports
-    can be subtracted by :meth:`compare`.
+    ``print(report)`` shows a table. :attr:`settings` contains the autocast region or the pin that
+    each module ran under.
 
-    What is counted: every kernel below autograd and autocast, as a
-    ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block sees it. A cast is a
-    ``_to_copy``, ``to``, ``copy_`` or ``_foreach_copy_`` that changes a tensor's dtype. Of a cast
-    that runs while a torch function runs with autocast on, autocast is the cause, unless the
-    function is a conversion (``Tensor.to``, ``float``, ``half``, ...) or was given ``dtype=``:
-    then, as with autocast off, the user asked. The gradient of a cast has the cause of that
-    cast; casts that a backward kernel makes of itself are autograd's.
+    The report counts every kernel below autograd and autocast, as a
+    ``torch.utils._python_dispatch.TorchDispatchMode`` around the same block does. A cast is a
+    ``_to_copy``, ``to``, ``copy_`` or ``_foreach_copy_`` that changes a tensor's dtype. Its cause
+    is autocast if the cast runs inside a torch function with autocast on. The cause is the user's
+    code if autocast is off, if the function is a conversion (``Tensor.to``, ``float``, ``half``,
+    ...), or if the function received ``dtype=``. The gradient of a cast has the cause of that
+    cast. The cause of a cast inside a backward kernel is autograd.
 
     Args:
-        rows: The rows, or a function that returns them as they are then.
+        rows: The rows, or a function that returns the present rows.
         model: The model's class name.
-        device: What the caller says it ran on, such as ``"cuda, float16, simulated"``.
-        settings: Of each module that ran, in which region or under whose pin.
-        notes: Sentences about what the report cannot promise, such as that compiled code ran
-            eagerly.
+        device: The caller's description of the device, such as ``"cuda, float16, simulated"``.
+        settings: The autocast region or the pin that each module ran under, by module name.
+        notes: Sentences about the limits of the report, such as that compiled code ran eagerly.
     """
 
     def __init__(
@@ -160,24 +82,59 @@ class PrecisionReport(Written):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about what the report cannot promise; inside its block, so far."""
+        """Sentences about the limits of the report; inside its block, the sentences so far."""
         return tuple(self._notes() if callable(self._notes) else self._notes)
 
     @property
     def rows(self) -> tuple[OpRow, ...]:
-        """Every module, op and dtypes; inside the block of a report, what ran so far."""
+        """The rows of all kernels; inside the block of the report, the rows so far."""
         return tuple(self._rows() if callable(self._rows) else self._rows)
 
     @property
-    def totals(self) -> Totals:
-        """Sums over all rows."""
-        return Totals.of(self.rows)
+    def calls(self) -> int:
+        """The number of kernel calls in all rows."""
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def casts(self) -> int:
+        """The number of casts in all rows."""
+        return sum(row.casts for row in self.rows)
+
+    @property
+    def casts_by_cause(self) -> dict[str, int]:
+        """The number of casts for each cause: autocast, explicit and autograd."""
+        casts = dict.fromkeys(_CAUSES, 0)
+        for row in self.rows:
+            if row.cause:
+                casts[row.cause] += row.casts
+        return casts
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes that casts read."""
+        return sum(row.bytes_read for row in self.rows)
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes that casts wrote."""
+        return sum(row.bytes_written for row in self.rows)
+
+    def findings(self) -> Findings:
+        """Return the places that half precision may spoil; ``print`` shows a line for each.
+
+        The rules look at the dtypes of kernels and at the number of terms in a sum, and not at
+        values. They cover losses, softmax, norms, long sums, and sums of gradients.
+
+        Returns:
+            A tuple of :class:`distamp.report.Finding`, ordered by rule and module.
+        """
+        return find_risks(self.rows)
 
     def table(self, *, collapse: bool = True, views: bool = False) -> str:
-        """The report as plain text.
+        """Return the report as plain text.
 
         Args:
-            collapse: Show modules whose names differ by an index alone as one (``h.*.attn``).
+            collapse: Show modules as one (``h.*.attn``) if their names differ only by an index.
             views: Show ops that only give a new view, which compute nothing.
         """
         notes = [f"note: {note}" for note in self.notes]
@@ -187,50 +144,25 @@ class PrecisionReport(Written):
     def __str__(self) -> str:
         return self.table()
 
-    def explain(self, module: str) -> str:
-        """Say which ops of a module ran in which precision, why, and what would change it.
-
-        Args:
-            module: Its name, without those of wrappers; what is inside it is explained too. The
-                model's own is ``""``, or ``"(model)"`` as the table has it.
-
-        Raises:
-            ValueError: Nothing of that name ran.
-        """
-        inside = "" if module in ("", "(model)") else f"{module}."
-        groups: dict[tuple[str, str], list[OpRow]] = {}
-        for row in self.rows:
-            if row.phase == "forward" and row.module != OUTSIDE:
-                groups.setdefault((row.module, row.function or row.op), []).append(row)
-        lines: dict[str, None] = {}
-        for (name, function), rows in groups.items():
-            if f"{name}.".startswith(inside):
-                how = self.settings.get(name, "")
-                for line in _explained(function.strip("_"), rows, how):
-                    lines[f"{name or '(model)'} ({how or rows[0].kind}): {line}"] = None
-        if not lines:
-            known = sorted({name or "(model)" for name, _ in groups})
-            near = difflib.get_close_matches(module, known, 3, 0.3) or known[:3]
-            raise ValueError(f"nothing ran in a module {module!r}; there are {', '.join(near)}")
-        return "\n".join(lines)
-
     def _title(self) -> str:
         about = ", ".join(part for part in (self.model, self.device) if part) or "no model"
-        t = self.totals
+        by_autocast = self.casts_by_cause["autocast"]
         return (
-            f"{about}: {t.calls:,} kernels, {t.casts:,} casts, {t.autocast_casts:,} by autocast, "
-            f"{t.bytes_written / 2**20:,.1f} MiB written by casts"
+            f"{about}: {self.calls:,} kernels, {self.casts:,} casts, {by_autocast:,} by autocast, "
+            f"{self.bytes_written / 2**20:,.1f} MiB written by casts"
         )
 
     def _cells(self, collapse: bool, views: bool) -> list[tuple[str, ...]]:
         shown = collapsed({(row.module, row.kind) for row in self.rows}) if collapse else {}
-        merged = _merged(
-            replace(row, module=shown.get(row.module, row.module))
-            for row in self.rows
-            if views or row.cause or not row.view
-        )
+        visible = []
+        for row in self.rows:
+            if views or row.cause or not row.view:
+                visible.append(replace(row, module=shown.get(row.module, row.module)))
+        merged = _merged(visible)
         # Each phase together, modules in the order in which they first ran.
-        order = {row.module: i for i, row in reversed(list(enumerate(merged)))}
+        order: dict[str, int] = {}
+        for row in merged:
+            order.setdefault(row.module, len(order))
         merged.sort(key=lambda row: (len(row.phase) != 7, row.phase, order[row.module]))
         cells = []
         for place, rows in itertools.groupby(merged, key=lambda row: (row.phase, row.module)):
@@ -241,149 +173,54 @@ class PrecisionReport(Written):
         return cells
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON types."""
-        about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "device": self.device}
-        about["settings"] = dict(self.settings)
-        about["notes"] = list(self.notes)
-        return {**about, "totals": asdict(self.totals), "rows": [asdict(row) for row in self.rows]}
-
-    @classmethod
-    def from_json(cls, path: str | PathLike[str]) -> PrecisionReport:
-        """Read a report that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: The file is something else, or of another format.
-        """
-        values: Any = {}
-        with contextlib.suppress(json.JSONDecodeError):
-            values = json.loads(Path(path).read_text())
-        found = values.get("format") if isinstance(values, dict) else None
-        if found != _FORMAT:
-            raise ValueError(
-                f"{path} is no precision report of format {_FORMAT}, which this version reads: "
-                f"its format is {found!r}"
-            )
-        rows: list[dict[str, Any]] = values["rows"]
-        for row in rows:
-            row |= {"inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])}
-        about = (
-            values["model"],
-            values["device"],
-            values.get("settings"),
-            values.get("notes", ()),
-        )
-        return cls((OpRow(**row) for row in rows), *about)
-
-    def compare(self, other: PrecisionReport) -> ReportDifference:
-        """What changes from this report to the other: the difference of their rows, both ways.
-
-        Raises:
-            TypeError: The other is not a :class:`PrecisionReport`.
-        """
-        if not isinstance(other, PrecisionReport):
-            raise TypeError(f"expected a PrecisionReport, got {type(other).__name__}")
-        left, right = (_merged(row for row in it.rows if not row.view) for it in (self, other))
-        same = {*left} & {*right}
-        return ReportDifference(
-            tuple(row for row in left if row not in same),
-            tuple(row for row in right if row not in same),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReportDifference:
-    """What differs between two reports; falsy where nothing does.
-
-    Attributes:
-        before: Rows of the first report that the second has not: another dtype, op, or number of
-            calls. Views are left out.
-        after: Rows of the second that the first has not.
-    """
-
-    before: tuple[OpRow, ...]
-    after: tuple[OpRow, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.before or self.after)
-
-    def __str__(self) -> str:
-        rows = [("-", row) for row in self.before] + [("+", row) for row in self.after]
-        rows.sort(key=lambda each: (each[1].phase, each[1].module, each[1].op))
-        cells = [
-            (sign, row.phase, row.module or "(model)", row.label, *_numbers(row))
-            for sign, row in rows
-        ]
-        return "\n".join(text_table(("", *_HEADINGS), cells)) if cells else "no difference"
-
-
-def _explained(function: str, rows: Sequence[OpRow], how: str) -> Iterator[str]:
-    """Why a function ran in its precision, and what would change it, one sentence each."""
-    casts = [row for row in rows if row.casts]
-    by_region = [row for row in casts if row.cause == "autocast"]
-    for row in rows:
-        of_numbers = "float" in "".join(row.outputs[:1])  # integers are on no list
-        if row.view or row.cause or row.inputs == () or not of_numbers:
-            continue
-        dtype, taken = short(row.outputs[0]), " and ".join(map(short, row.inputs))
-        if how.startswith("pinned"):
-            why, change = f"the module is {how}", "set_module_precision(module, None) would"
-        elif by_region:
-            listed = "fp32" if dtype in ("fp32", "fp64") else "lower_precision"
-            source = " and ".join(dict.fromkeys(short(each.inputs[0]) for each in by_region))
-            other = "lower_precision" if listed == "fp32" else "fp32"
-            why = f"autocast cast what it takes from {source}, for its lists have it as {listed}"
-            change = f'OpLists({other}={{"{function}"}}) or set_module_precision would'
-        elif any(each.cause == "explicit" for each in casts):
-            why, change = "the code casts here", "taking .to, .float() or dtype= away would"
-        elif how.startswith("autocast"):
-            why = f"it took {taken} as it came: its inputs and weights were so, or no list has it"
-            change = (
-                f'OpLists(fp32={{"{function}"}}), lower_precision= or set_module_precision would'
-            )
-        else:
-            why = f"no region is on, so it took {taken} as it came"
-            change = "a region, a pin, or another dtype of model, inputs or param_dtype would"
-        yield f"{function} ran in {dtype}: {why}; {change} change that"
+        """Return the report as JSON types."""
+        totals = {"calls": self.calls, "casts": self.casts}
+        for cause, casts in self.casts_by_cause.items():
+            totals[f"{cause}_casts"] = casts
+        totals["bytes_read"] = self.bytes_read
+        totals["bytes_written"] = self.bytes_written
+        values: dict[str, Any] = {"format": _FORMAT}
+        values["model"] = self.model
+        values["device"] = self.device
+        values["settings"] = dict(self.settings)
+        values["notes"] = list(self.notes)
+        values["totals"] = totals
+        values["rows"] = [asdict(row) for row in self.rows]
+        return values
 
 
 def short(dtype: object) -> str:
-    """The name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
+    """Return the name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
     name = str(dtype).removeprefix("torch.")
     return _SHORT.get(name, name)
 
 
-def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Map each name to one for all modules of a class alike but for an index: ``h.*.attn``.
-
-    Args:
-        modules: Names and classes.
-    """
-    groups: dict[tuple[str, str], set[str]] = {}
-    for name, kind in modules:
-        groups.setdefault((_INDEX.sub("*", name), kind), set()).add(name)
-    shown: dict[str, str] = {}
-    for group in groups.values():
-        columns = zip(*(name.split(".") for name in group), strict=True)
-        same = [column[0] if len(set(column)) == 1 else "*" for column in columns]
-        shown |= dict.fromkeys(group, ".".join(same))
-    return shown
-
-
 def _merged(rows: Iterable[OpRow]) -> list[OpRow]:
-    """Add up rows that are alike but for their counts, in order of appearance."""
+    """Add up the counts of rows that are otherwise equal, in order of appearance."""
     merged: dict[OpRow, OpRow] = {}
     for row in rows:
-        bare = replace(row, calls=0, casts=0, bytes_read=0, bytes_written=0, length=0)
-        found = merged.get(bare, bare)
-        sums = {name: getattr(found, name) + getattr(row, name) for name in _COUNTS}
-        merged[bare] = replace(row, **sums | {"length": max(found.length, row.length)})
+        key = replace(row, calls=0, casts=0, bytes_read=0, bytes_written=0, length=0)
+        total = merged.get(key, key)
+        calls = total.calls + row.calls
+        casts = total.casts + row.casts
+        bytes_read = total.bytes_read + row.bytes_read
+        bytes_written = total.bytes_written + row.bytes_written
+        length = max(total.length, row.length)
+        merged[key] = replace(
+            row,
+            calls=calls,
+            casts=casts,
+            bytes_read=bytes_read,
+            bytes_written=bytes_written,
+            length=length,
+        )
     return list(merged.values())
 
 
 def text_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 3
 ) -> list[str]:
-    """Lines of a table, its columns aligned; the last ``numbers`` of them to the right."""
+    """Return the lines of a table; the last ``numbers`` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     sides = ["<"] * (len(widths) - numbers) + [">"] * numbers
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
@@ -391,7 +228,7 @@ def text_table(
 
 
 def _numbers(row: OpRow) -> tuple[str, ...]:
-    """The cells of a row from its dtypes on."""
+    """Return the cells of a row from its dtypes on."""
     return (
         ", ".join(map(short, row.inputs)),
         ", ".join(map(short, row.outputs)),

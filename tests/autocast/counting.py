@@ -25,15 +25,15 @@ class Independent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        got = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        dtypes = (frozenset(str(t.dtype)[6:] for t in tensors) for tensors in (given, got))
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        dtypes = (frozenset(str(t.dtype)[6:] for t in tensors) for tensors in (inputs, outputs))
         self.kernels[(name.removeprefix("aten::"), *dtypes)] += 1
         pairs: Any = []
         if name in ("aten::_to_copy", "aten::to"):
-            pairs = [(given[0], got[0])]
+            pairs = [(inputs[0], outputs[0])]
         elif name == "aten::copy_":
-            pairs = [(given[1], given[0])]
+            pairs = [(inputs[1], inputs[0])]
         elif name == "aten::_foreach_copy_":
             pairs = zip(args[1], args[0], strict=True)
         for source, result in pairs:
@@ -48,8 +48,7 @@ class Independent(TorchDispatchMode):
         kernels: Counter[Any] = Counter()
         for row in report.rows:
             kernels[row.op, frozenset(row.inputs), frozenset(row.outputs)] += row.calls
-        totals = report.totals
-        casts = (totals.casts, totals.bytes_read, totals.bytes_written)
+        casts = (report.casts, report.bytes_read, report.bytes_written)
         return kernels == self.kernels and casts == (self.casts, self.read, self.written)
 
 

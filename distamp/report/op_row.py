@@ -1,0 +1,79 @@
+"""One row of a precision report, and the names under which rows are shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["OpRow", "collapsed"]
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """All calls of one kernel that one module made with one set of dtypes in one phase.
+
+    Attributes:
+        module: Name in ``model.named_modules()`` without the names of wrappers such as
+            DistributedDataParallel; ``""`` is the model itself, ``"(outside)"`` no module of it.
+        kind: The module's class name.
+        phase: ``"forward"``, ``"backward"``, or ``"recompute"`` (a module's forward run again by
+            activation checkpointing).
+        function: The torch function that was called, such as ``"linear"``. A backward kernel has
+            the function of the forward pass; in most of backward the name is empty.
+        op: The kernel that ran, such as ``"addmm"``.
+        inputs: The distinct dtypes of the input tensors.
+        outputs: The distinct dtypes of the results.
+        cause: ``"autocast"``, ``"explicit"`` (a cast in the user's code) or ``"autograd"`` if the
+            kernel is a cast.
+        view: True if the kernel computes nothing and only gives its input another shape.
+        calls: The number of calls.
+        casts: The number of casts in these calls.
+        bytes_read: The bytes that the casts read.
+        bytes_written: The bytes that the casts wrote.
+        length: The most numbers that one call added up for one number of its result.
+    """
+
+    module: str
+    kind: str
+    phase: str
+    function: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cause: str = ""
+    view: bool = False
+    calls: int = 0
+    casts: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    length: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name of the function, and of the kernel if it differs."""
+        plain = self.op.strip("_")
+        if not self.function or self.function == plain:
+            return plain
+        return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
+
+
+def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Map module names to names without the indices in which modules of a class differ.
+
+    ``h.0.attn`` and ``h.1.attn`` both become ``h.*.attn``.
+
+    Args:
+        modules: Names and classes.
+    """
+    groups: dict[tuple[str, str], set[str]] = {}
+    for name, kind in modules:
+        groups.setdefault((_INDEX.sub("*", name), kind), set()).add(name)
+    shown: dict[str, str] = {}
+    for group in groups.values():
+        columns = zip(*(name.split(".") for name in group), strict=True)
+        same = [column[0] if len(set(column)) == 1 else "*" for column in columns]
+        shown |= dict.fromkeys(group, ".".join(same))
+    return shown
