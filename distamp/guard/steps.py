@@ -603,7 +603,8 @@ class Steps(Joins):
             The result of ``optimizer.step``; None for a skipped step.
 
         Raises:
-            CallOrderError: A second ``step`` before ``update``, or a closure.
+            CallOrderError: A second ``step`` before ``update``, also after one that raised inside
+                of ``optimizer.step``; or a closure.
             TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
                 the four above.
             ConfigError: ``max_norm`` or ``skip_norm_above`` is out of range.
@@ -866,7 +867,8 @@ class Steps(Joins):
                 if not spike:
                     result = self._maybe_opt_step(one.given, record, *args, **kwargs)
         except BaseException as error:
-            one.failed = True
+            # A second try could clip, unscale or step twice what the first one had begun.
+            record["stage"] = OptState.STEPPED
             number = sum(state.counts[:2]) + state.counts[3] + 1
             ranks.report_failed_step(f"step {number} of {describe(one.holder)}", error)
             raise

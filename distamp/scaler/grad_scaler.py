@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
@@ -20,7 +20,6 @@ from distamp.errors import CallOrderError
 from distamp.gradients import carry_over
 from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
-from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
 from distamp.guard.step_guard import GUARDS
@@ -200,9 +199,6 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         self._distamp.scaled = True
         self._distamp.scale_of_grads = None
         own.kept.clear()
-        for record in self._per_optimizer_states.values():
-            if OWN in record and record[OWN].failed:  # its gradients will be others, scaled
-                record["stage"] = OptState.STEPPED
         for hook in own.hooks:
             hook.scale_changed(scale)
         if output.dtype is torch.float16:
