@@ -32,7 +32,6 @@ from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
 from distamp.guard import overflow
 from distamp.guard.by_norm import NO_VERDICT, ByNorm, Verdict
-from distamp.guard.joining import Joins
 from distamp.guard.kernels import (
     leaves_garbage,
     names_of_step,
@@ -52,6 +51,7 @@ from distamp.guard.optimizer_state import (
     merged,
 )
 from distamp.guard.ranks import Absence, Call, Flag, Found, Problem
+from distamp.guard.uneven_inputs import Joins
 from distamp.guard.unscaled_clip import clip_grad_norm_, measure_unscaled
 from distamp.optimizers import describe, find_closure, innermost, parameters_of, unwrapped
 from distamp.sources import GradientSource, source_of
