@@ -47,7 +47,7 @@ def _of_the_schedule(name: str) -> Any:
 
 
 class _Own:
-    """What survives a call on a scaler, beside its guard and torch's own attributes."""
+    """The state of a scaler beside its guard and torch's attributes."""
 
     __slots__ = ("begun", "hysteresis", "inverse", "scale_of_grads", "scaled", "settings")
 
@@ -192,17 +192,17 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         return map_tensors(outputs, self._scaled)
 
     def _scaled(self, output: Tensor) -> Tensor:
-        own, scale = self._guard, self._scale
+        guard, scale = self._guard, self._scale
         if scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
             scale, _ = self._check_scale_growth_tracker("scale")
         self._distamp.scaled = True
         self._distamp.scale_of_grads = None
-        own.kept.clear()
-        for hook in own.hooks:
+        guard.kept.clear()
+        for hook in guard.hooks:
             hook.scale_changed(scale)
         if output.dtype is torch.float16:
-            output = output.float()  # which 65536 would overflow
+            output = output.float()  # A scale of 65536 would overflow float16.
         if scale.device != output.device:
             scale = host.moved(scale, output.device)
         return output * scale

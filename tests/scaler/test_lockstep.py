@@ -1,4 +1,4 @@
-"""Ranks that part raise, every one of them; ranks that only differ in what they hold do not.
+"""Calls that differ between ranks raise on every rank; different values raise on none.
 
 Each case is run on two ranks, of which rank 1 is the odd one; groups of some ranks on four.
 Programs of such events, in every order, are `test_random_programs`; ranks without memory, ranks
