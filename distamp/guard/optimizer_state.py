@@ -146,7 +146,6 @@ class Resolved:
         ranks: Those that overflowed, where the host knows.
         bad_names: For each of them the name of its first bad parameter, where known.
         own: Whether this rank did, where ranks agreed and the host does not know which.
-        failed: Whether its step raised, and may be made again until a loss is scaled.
         absence: Whether it has gradients, on this rank and on any rank.
         is_silent: Whether its ``step`` in this iteration sends no message, because an earlier call
             has unscaled its gradients.
@@ -165,7 +164,6 @@ class Resolved:
     ranks: tuple[int, ...] | None = None
     bad_names: tuple[str, ...] = ()
     own: Flag | None = None
-    failed: bool = False
     absence: Absence = field(default_factory=Absence)
     is_silent: bool = False
 
@@ -181,11 +179,11 @@ def check_unscale(record: dict[str, Any]) -> None:
 
 
 def check_step(record: dict[str, Any]) -> None:
-    """Refuse a second ``step``, also after one that raised, with torch's own words first."""
+    """Refuse a second ``step``, also after a ``step`` that raised, in torch's words first."""
     if record["stage"] is OptState.STEPPED:
         raise CallOrderError(
-            "step() has already been called since the last update(). After one that raised, call "
-            "zero_grad() and update() before the next loss is scaled."
+            "step() has already been called since the last update(). After a step that raised, "
+            "call zero_grad() and update() before the next loss is scaled."
         )
 
 

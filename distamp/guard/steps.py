@@ -32,7 +32,6 @@ from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
 from distamp.guard import overflow
 from distamp.guard.by_norm import NO_VERDICT, ByNorm, Verdict
-from distamp.guard.joining import Joins
 from distamp.guard.kernels import (
     leaves_garbage,
     names_of_step,
@@ -52,6 +51,7 @@ from distamp.guard.optimizer_state import (
     merged,
 )
 from distamp.guard.ranks import Absence, Call, Flag, Found, Problem
+from distamp.guard.uneven_inputs import Joins
 from distamp.guard.unscaled_clip import clip_grad_norm_, measure_unscaled
 from distamp.optimizers import describe, find_closure, innermost, parameters_of, unwrapped
 from distamp.sources import GradientSource, source_of
@@ -603,7 +603,8 @@ class Steps(Joins):
             The result of ``optimizer.step``; None for a skipped step.
 
         Raises:
-            CallOrderError: A second ``step`` before ``update``, or a closure.
+            CallOrderError: A second ``step`` before ``update``, also after one that raised inside
+                of ``optimizer.step``; or a closure.
             TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
                 the four above.
             ConfigError: ``max_norm`` or ``skip_norm_above`` is out of range.
@@ -866,7 +867,8 @@ class Steps(Joins):
                 if not spike:
                     result = self._maybe_opt_step(one.given, record, *args, **kwargs)
         except BaseException as error:
-            one.failed = True
+            # A second try could clip, unscale or step twice what the first one had begun.
+            record["stage"] = OptState.STEPPED
             number = sum(state.counts[:2]) + state.counts[3] + 1
             ranks.report_failed_step(f"step {number} of {describe(one.holder)}", error)
             raise

@@ -169,7 +169,7 @@ class Amp:
 
     @contextlib.contextmanager
     def scale_loss(
-        self, loss: Tensor, optimizers: object = None, loss_id: int = 0, **apex: object
+        self, loss: Tensor, optimizers: object = None, **unknown: object
     ) -> Iterator[Tensor]:
         """Yield the scaled loss for one backward pass in a ``with`` block.
 
@@ -179,14 +179,17 @@ class Amp:
 
         Args:
             loss: 0-d, preferably computed in float32.
-            optimizers: As the rest, Apex's, and without effect: all losses share one scale.
-            loss_id: See ``optimizers``.
-            apex: See ``optimizers``.
+            optimizers: Apex's argument. It has no effect, because all losses share one scale.
+            unknown: Raises TypeError. The error answers arguments of Apex.
 
         Raises:
             CallOrderError: Gradients were unscaled already; or DDP would not reduce this pass,
                 because its forward pass had one already.
+            TypeError: An argument does not exist.
         """
+        for name in unknown:
+            hint = f". {_SCALE_LOSS_HINTS[name]}" if name in _SCALE_LOSS_HINTS else ""
+            raise TypeError(f"scale_loss() got an unexpected keyword argument {name!r}{hint}")
         if any(map(self.scaler.is_unscaled, self._stepped)):
             raise CallOrderError(
                 "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
@@ -200,7 +203,6 @@ class Amp:
     def backward(
         self,
         loss: Tensor,
-        loss_id: int = 0,
         *,
         retain_graph: bool | None = None,
         create_graph: bool = False,
@@ -212,7 +214,6 @@ class Amp:
 
         Args:
             loss: 0-d, preferably computed in float32.
-            loss_id: As in `scale_loss`.
             retain_graph: As in ``Tensor.backward``.
             create_graph: As in ``Tensor.backward``.
             inputs: As in ``Tensor.backward``.
@@ -220,7 +221,7 @@ class Amp:
         Raises:
             CallOrderError: As `scale_loss`.
         """
-        with self.scale_loss(loss, loss_id=loss_id) as scaled:
+        with self.scale_loss(loss) as scaled:
             scaled.backward(
                 retain_graph=retain_graph,
                 create_graph=create_graph,
@@ -231,7 +232,6 @@ class Amp:
         self,
         loss: Tensor,
         inputs: Sequence[Tensor],
-        loss_id: int = 0,
         *,
         retain_graph: bool | None = None,
         create_graph: bool = False,
@@ -244,7 +244,6 @@ class Amp:
         Args:
             loss: 0-d.
             inputs: The tensors to differentiate with respect to.
-            loss_id: As in `scale_loss`.
             retain_graph: As in ``torch.autograd.grad``.
             create_graph: As in ``torch.autograd.grad``; True for a penalty.
         """
@@ -613,3 +612,12 @@ def _list_of(state: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(found, list | tuple):
         raise ConfigError(f"the state's {name!r} must be a list, not {found!r:.80}")
     return list(found)
+
+
+#: Answers to the arguments of Apex's ``scale_loss``, by their names.
+_SCALE_LOSS_HINTS = {
+    "loss_id": "Leave it out, because all losses share one scale",
+    "model": "Leave it out, because the guard covers every model of initialize",
+    "delay_unscale": "Leave it out, because gradients stay scaled until the clip or the step",
+    "delay_overflow_check": "Leave it out, because amp.step() checks all gradients once",
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -61,7 +63,7 @@ def initialize(
     replicas: ProcessGroup | None = None,
     op_lists: OpLists | None = None,
     cache_enabled: bool | None = None,
-    **apex: object,
+    **unknown: object,
 ) -> Amp:
     """Prepare a model and its optimizers for training at a level of precision.
 
@@ -97,20 +99,20 @@ def initialize(
             that have the same shard, between which the hook averages too.
         op_lists: Op lists of the autocast region, as ``ops`` of `autocast`.
         cache_enabled: As in `autocast`.
-        apex: Apex's other arguments, and a scaler's, which raise with what to use instead.
+        unknown: Raises TypeError. For an argument of Apex or of a scaler, the error says what to
+            do instead.
 
     Raises:
         ConfigError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer does not fit it. The message gives the correction.
         RankMismatchError: Ranks have different patterns in ``precision``, or a rank does not come.
-        TypeError: There is no such argument.
+        TypeError: An argument does not exist, or a model or an optimizer has another type.
         ValueError: The wrapper does not support this ``comm_hook``.
 
     Source: Apex's documentation of amp.initialize.
     """
-    for name in apex:
-        hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        raise TypeError(f"initialize() got an unexpected keyword argument {name!r}{hint}")
+    for name in unknown:
+        raise _unexpected_argument(name)
     level = PrecisionLevel.from_name(
         _chosen_level(level, opt_level),
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -177,6 +179,15 @@ def initialize(
     for line in lines:
         _logger.info(line)
     return Amp(models, stepped, level, scaler, region, made, shard_group_fn, idle, lines)
+
+
+def _unexpected_argument(name: str) -> TypeError:
+    """Return the error for a keyword argument that `initialize` does not have."""
+    message = f"initialize() got an unexpected keyword argument {name!r}"
+    if name in _REPLACEMENTS:
+        return TypeError(f"{message}. {_REPLACEMENTS[name]}")
+    similar = difflib.get_close_matches(name, inspect.signature(initialize).parameters, n=1)
+    return TypeError(f"{message}. Did you mean {similar[0]!r}?" if similar else message)
 
 
 def _lists_of(models: Sequence[nn.Module], op_lists: OpLists | None) -> OpLists | None:
@@ -293,20 +304,22 @@ def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
     return several
 
 
-_ELSEWHERE = {
-    "num_losses": "leave it out: all losses share one scale",
-    "cast_model_type": "choose it by the level: fp16-O2 and fp16-O3 cast the model to float16, "
+#: The sentence that answers each argument of ``apex.amp.initialize`` or of a scaler.
+_REPLACEMENTS = {
+    "num_losses": "Leave it out, because all losses share one scale",
+    "cast_model_type": "The level decides it: fp16-O2 and fp16-O3 cast the model to float16, "
     "bf16-O2 and "
-    "bf16-O3 to bfloat16",
-    "patch_torch_functions": "nothing is patched: fp16 casts inside amp.autocast()",
-    "cast_model_outputs": "pass level=PrecisionLevel.from_name(level).replace(output=dtype)",
-    "enabled": "pass level='fp32'",
-    "hard_override": "a contradiction cannot be overridden",
-    "verbosity": "nothing is printed",
-    "min_loss_scale": "pass loss_scale=DynamicLossScale(min_scale=...)",
-    "max_loss_scale": "pass loss_scale=DynamicLossScale(max_scale=...)",
+    "bf16-O3 cast it to bfloat16",
+    "patch_torch_functions": "Leave it out, because nothing is patched: fp16 casts inside "
+    "amp.autocast()",
+    "cast_model_outputs": "Pass level=PrecisionLevel.from_name(level).replace(output=dtype)",
+    "enabled": "Pass level='fp32' to train in float32",
+    "hard_override": "Leave it out, and pass overrides that agree with the level",
+    "verbosity": "Leave it out, because nothing is printed. The loggers of distamp have levels",
+    "min_loss_scale": "Pass loss_scale=DynamicLossScale(min_scale=...)",
+    "max_loss_scale": "Pass loss_scale=DynamicLossScale(max_scale=...)",
     **{
-        name: f"pass loss_scale=DynamicLossScale({name}=...)"
+        name: f"Pass loss_scale=DynamicLossScale({name}=...)"
         for name in ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale")
     },
 }

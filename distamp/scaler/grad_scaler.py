@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.distributed.algorithms.join import Joinable
 
 from distamp import host
@@ -20,7 +20,6 @@ from distamp.errors import CallOrderError
 from distamp.gradients import carry_over
 from distamp.groups import GroupLike, check_group
 from distamp.guard.asked import Guard
-from distamp.guard.optimizer_state import OWN
 from distamp.guard.overflow import names_of
 from distamp.guard.ranks import Ranks
 from distamp.guard.step_guard import STATE_KEY
@@ -194,20 +193,17 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         return map_tensors(outputs, self._scaled)
 
     def _scaled(self, output: Tensor) -> Tensor:
-        own, scale = self._guard, self._scale
+        guard, scale = self._guard, self._scale
         if scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
             scale, _ = self._check_scale_growth_tracker("scale")
         self._distamp.scaled = True
         self._distamp.scale_of_grads = None
-        own.kept.clear()
-        for record in self._per_optimizer_states.values():
-            if OWN in record and record[OWN].failed:  # its gradients will be others, scaled
-                record["stage"] = OptState.STEPPED
-        for hook in own.hooks:
+        guard.kept.clear()
+        for hook in guard.hooks:
             hook.scale_changed(scale)
         if output.dtype is torch.float16:
-            output = output.float()  # which 65536 would overflow
+            output = output.float()  # A scale of 65536 would overflow float16.
         if scale.device != output.device:
             scale = host.moved(scale, output.device)
         return output * scale

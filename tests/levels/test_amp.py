@@ -144,12 +144,12 @@ def test_of_two_optimizers_each_is_skipped_by_its_own_overflow_and_clipped_by_on
 def test_losses_and_microbatches_add_up_under_one_scale(level):
     model, reference = net(batchnorm=False), net(batchnorm=False)
     amp = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
-    for loss_id, (context, following) in enumerate(batches(2)):
+    for number, (context, following) in enumerate(batches(2), start=1):
         for rows, wanted in zip(context.chunk(2), following.chunk(2), strict=True):
             with amp.autocast():
                 logits = amp.model(rows)
-            amp.backward(loss_of(logits, wanted) * (loss_id + 1) / 2, loss_id)
-        (loss_of(reference(context), following) * (loss_id + 1)).backward()
+            amp.backward(loss_of(logits, wanted) * number / 2)
+        (loss_of(reference(context), following) * number).backward()
     assert amp.step()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     for ours, wanted in zip(values(model), values(reference), strict=True):
@@ -162,10 +162,10 @@ def test_apexs_lines_train_as_ours(level):
     (optimizer,) = amp.optimizers
     for context, following in batches(STEPS):
         optimizer.zero_grad()
-        for loss_id in (0, 1):
+        for _ in range(2):
             with amp.autocast():
                 loss = loss_of(amp.model(context), following) / 2
-            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
         assert amp.step()

@@ -183,18 +183,39 @@ def test_a_setting_that_cannot_work(case):
         ("patch_torch_functions", "patched"),
         ("cast_model_outputs", "replace"),
         ("enabled", "level='fp32'"),
-        ("hard_override", "overridden"),
+        ("hard_override", "agree with the level"),
         ("verbosity", "printed"),
         ("num_losses", "share one scale"),
         ("min_loss_scale", "min_scale"),
         ("max_loss_scale", "max_scale"),
         ("growth_interval", r"loss_scale=DynamicLossScale\(growth_interval="),
-        ("lose_scale", "'lose_scale'$"),
+        ("lose_scale", r"'lose_scale'\. Did you mean 'loss_scale'\?$"),
+        ("wings", "'wings'$"),
     ],
 )
-def test_what_apex_or_a_scaler_takes_and_this_does_not_names_its_replacement(name, hint):
+def test_initialize_answers_an_argument_of_apex_or_of_a_scaler(name, hint):
     with pytest.raises(TypeError, match=hint):
         initialize(net(), None, "fp16", **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("loss_id", "share one scale"),
+        ("model", "every model"),
+        ("delay_unscale", "stay scaled"),
+        ("delay_overflow_check", r"amp\.step\(\)"),
+        ("loss", "multiple values"),
+        ("wings", "'wings'$"),
+    ],
+)
+def test_scale_loss_answers_an_argument_of_apex(name, hint):
+    model = net()
+    optimizer = sgd(model)
+    amp = initialize(model, optimizer, "fp16")
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(TypeError, match=hint), amp.scale_loss(loss, optimizer, **{name: 1}):
+        pass
 
 
 @pytest.mark.parametrize(

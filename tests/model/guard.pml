@@ -503,6 +503,8 @@ inline apply(o, spikes) {
         has_failed[me] = 1;
         any_failed = 1;
         own[me].failure = 1 + o;
+        /* It is not tried again: update() comes first. */
+        own[me].stage[o] = STEPPED;
         printf("%d fails %d\n", me, o);
         goto alone
     :: skip

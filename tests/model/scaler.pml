@@ -486,6 +486,9 @@ inline apply(o) {
             has_failed[me] = 1;
             any_failed = 1;
             own[me].failure = 1 + o;
+            /* It is not tried again: update() comes first. */
+            own[me].stage[o] = STEPPED;
+            own[me].kept[o] = 0;
             printf("%d fails %d\n", me, o);
             goto alone
         :: skip

@@ -1,4 +1,4 @@
-"""Ranks that part raise, every one of them; ranks that only differ in what they hold do not.
+"""Calls that differ between ranks raise on every rank; different values raise on none.
 
 Each case is run on two ranks, of which rank 1 is the odd one; groups of some ranks on four.
 Programs of such events, in every order, are `test_random_programs`; ranks without memory, ranks
@@ -18,11 +18,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import assert_close
 
 from distamp import DistGradScaler, StepGuard
+from distamp.errors import CallOrderError
 from distamp.scaler import MasterParameters
-from distamp.sources import source_of
 from tests.on_ranks import on_ranks
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, leaf, sgd
@@ -312,45 +311,58 @@ def test_join_of_model_and_scaler_trains_on_uneven_inputs(by, batches, overflow_
         assert scaler.get_scale() == (1024.0 if overflow_at is None else 512.0)
 
 
-class CountsInItsGroup(torch.optim.AdamW):
-    """As schedulefree's."""
+@on_ranks(2)
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1), (0, 1)])
+def test_join_raises_at_its_end_where_optimizer_state_differs(batches):
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard, rank = StepGuard(), dist.get_rank()
 
-    def step(self, closure: Any = None) -> Any:
-        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0.0) + 1.0
-        return super().step(closure)
+    def step() -> list[float]:
+        optimizer.zero_grad()
+        model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        guard.step(optimizer)
+        guard.update()
+        return model.module.weight.flatten().tolist()
+
+    last = batches.index(max(batches))
+
+    def epoch() -> None:
+        with Join([model, guard]):
+            for _ in range(batches[rank]):
+                step()
+
+    with pytest.raises(CallOrderError, match=f"Rank {last} of the group has the state to keep"):
+        epoch()
+    states: list[Any] = [optimizer.state_dict() if rank == last else None]
+    dist.broadcast_object_list(states, last)
+    optimizer.load_state_dict(states[0])
+    weights: list[Any] = [None, None]
+    dist.all_gather_object(weights, step())
+    assert weights[0] == weights[1]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("masters", [None, "whole", "split"])
-@pytest.mark.parametrize("batches", [(1, 3), (3, 1)])
-def test_a_rank_that_ended_early_goes_on_with_what_the_others_optimizer_remembers(batches, masters):
-    inner = nn.Linear(4, 2).to(torch.bfloat16 if masters else torch.float32)
-    model = DistributedDataParallel(inner)
-    optimizer = CountsInItsGroup(model.parameters(), lr=torch.tensor(0.01))
-    guard, rank = StepGuard(), dist.get_rank()
-    if masters:
-        MasterParameters(optimizer, split=masters == "split")
-
-    def state() -> list[torch.Tensor]:
-        moments = [value for each in optimizer.state.values() for value in each.values()]
-        moments.append(torch.tensor(optimizer.param_groups[0]["count"]))
-        of = source_of(optimizer)
-        return [each.clone() for each in moments + [of.value(p) for _, p in of.stepped()]]
-
-    def step(number: int) -> list[torch.Tensor]:
-        optimizer.zero_grad()
-        inputs = torch.full((1, 4), 1.0 + number + rank, dtype=inner.weight.dtype)
-        model(inputs).float().sum().backward()
-        guard.step(optimizer)
-        guard.update()
-        return state()
-
+def test_join_accepts_optimizer_state_where_all_ranks_have_as_many_batches():
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = StepGuard()
     with Join([model, guard]):
-        for number in range(batches[rank]):
-            last = step(number)
-    seen: list[Any] = [None, None]
-    dist.all_gather_object(seen, last)
-    for mine, theirs in zip(state(), seen[batches.index(3)], strict=True):
-        assert_close(mine, theirs, rtol=0, atol=0)
-    dist.all_gather_object(seen, step(3))
-    assert_close(*seen, rtol=0, atol=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            guard.step(optimizer)
+            guard.update()
+    assert guard.step_counts(optimizer).taken == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("split", [False, True])
+def test_join_refuses_masters_before_the_first_batch(split):
+    model = DistributedDataParallel(nn.Linear(4, 2).to(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    _masters = MasterParameters(optimizer, split=split)
+    guard = StepGuard()
+    guard.register_optimizers(optimizer)
+    with pytest.raises(CallOrderError, match="has masters"), Join([model, guard]):
+        raise AssertionError("Join was entered")

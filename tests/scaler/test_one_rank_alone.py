@@ -4,6 +4,7 @@ Rank 1 is the odd one. Ranks that make the same calls with other arguments, opti
 are in `test_lockstep`.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -421,6 +422,7 @@ def _fail_once(training: Training, error: BaseException) -> None:
     handle = training.optimizer.register_step_pre_hook(fail)
 
 
+REFUSED_UNTIL_UPDATE = r"After a step that raised, call zero_grad\(\) and update\(\)"
 FAILURES = [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), MemoryError()]
 
 
@@ -457,13 +459,35 @@ def test_a_step_that_raised_on_one_rank_is_raised_on_all_by_its_next_message(
 
 @on_ranks(2)
 @pytest.mark.parametrize("by", GUARDS)
-def test_a_step_that_raised_alike_on_all_ranks_may_be_made_again(by):
+@pytest.mark.parametrize("unscales", [False, True], ids=["", "unscale_"])
+def test_a_step_that_raised_alike_on_all_ranks_is_refused_until_update(unscales, by):
+    training = Training(by)
+    training.backward()
+    if unscales:
+        training.guard.unscale_(training.optimizer)
+    _fail_once(training, RuntimeError("wrong"))
+    with pytest.raises(RuntimeError, match="wrong"):
+        training.guard.step(training.optimizer)
+    with pytest.raises(CallOrderError, match=REFUSED_UNTIL_UPDATE):
+        training.guard.step(training.optimizer)
+    training.optimizer.zero_grad()
+    training.guard.update()
+    training.iteration()
+    assert training.guard.step_counts(training.optimizer).taken == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", GUARDS)
+def test_a_rank_that_repeats_a_step_that_raised_makes_every_rank_raise(by):
     training = Training(by)
     training.backward()
     _fail_once(training, RuntimeError("wrong"))
     with pytest.raises(RuntimeError, match="wrong"):
         training.guard.step(training.optimizer)
-    training.guard.step(training.optimizer)
-    training.guard.update()
-    training.iteration()
-    assert training.guard.step_counts(training.optimizer).taken == 3
+    if not training.odd:
+        training.optimizer.zero_grad()
+        training.guard.update()
+        training.backward()
+    name, text = error_of(training.guard.step, training.optimizer)
+    assert name == "CallOrderError"
+    assert re.search(REFUSED_UNTIL_UPDATE, text)

@@ -200,7 +200,7 @@ class Breaks(torch.optim.SGD):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @UNSCALE
-def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fused, unscale):
+def test_after_an_exception_inside_a_step_the_next_step_waits_for_update(fused, unscale):
     parameter, scaler = leaf(1.0), cpu_scaler()
     optimizer = Breaks([parameter], lr=1.0, fused=fused)
     backward(scaler, parameter, 0.25)
@@ -209,8 +209,15 @@ def test_an_exception_inside_a_step_leaves_nothing_behind_and_may_be_retried(fus
     with pytest.raises(MemoryError):
         scaler.step(optimizer)
     assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
-    scaler.step(optimizer)
+    with pytest.raises(
+        CallOrderError, match=r"After a step that raised, call zero_grad\(\) and upd"
+    ):
+        scaler.step(optimizer)
+    assert not scaler.is_unscaled(optimizer)
+    assert (parameter.item(), scaler.step_counts(optimizer).taken) == (1.0, 0)
+    optimizer.zero_grad()
     scaler.update()
+    iteration(scaler, optimizer, parameter, 0.25)
     assert (parameter.item(), scaler.step_counts(optimizer).taken) == (0.75, 1)
 
 
@@ -221,7 +228,7 @@ def test_after_a_step_that_raised_no_scaled_gradient_is_taken_for_an_unscaled_on
     with pytest.raises(MemoryError):
         iteration(scaler, optimizer, parameter, 0.5, **settings)
     with pytest.raises(
-        CallOrderError, match=r"After one that raised, call zero_grad\(\) and update"
+        CallOrderError, match=r"After a step that raised, call zero_grad\(\) and upd"
     ):
         iteration(scaler, optimizer, parameter, 0.25, **settings)
     scaler.update()

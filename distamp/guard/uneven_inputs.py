@@ -1,8 +1,8 @@
 """Uneven inputs: what a guard and a scaler do inside ``Join``.
 
-Ranks that ``Join`` joins hold replicas, whose gradients are equal, so they need no message: none is
-sent while it lasts. At its end a rank that had inputs to the last tells the others how it went on,
-and sends what DDP does not: what its optimizers remember, and masters.
+Ranks that ``Join`` joins hold replicas with equal gradients, so a guard sends no message inside of
+``Join``. At the end a rank that had inputs to the last sends loss scale and counts to the others.
+Optimizer state and masters are not sent: ``Join`` raises where they differ between ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
-from torch.utils._pytree import tree_map_only
 
 from distamp.errors import CallOrderError
 from distamp.groups import Group
 from distamp.guard.asked import Asked
 from distamp.guard.optimizer_state import OptimizerStates
+from distamp.optimizers import describe
 from distamp.sources import source_of
 
 __all__ = ["Joins"]
@@ -33,8 +33,7 @@ class _TakeOver(JoinHook):
         device: Where the group's messages lie.
         read: Returns what was counted, and what moves a scale, as float64.
         write: Takes the same over; empty where there is nothing to take over.
-        optimizers: Those that were seen. What they remember is taken over, unless each rank has
-            its own share of it.
+        optimizers: The optimizers that the guard has seen.
     """
 
     def __init__(
@@ -50,48 +49,43 @@ class _TakeOver(JoinHook):
         self._optimizers = optimizers
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Broadcast from the highest of the ranks that ended last."""
-        state = [] if self._group is None else self._broadcast(self._group, is_last_joiner)
-        self._write(state)
+        """Broadcast from the highest of the ranks that ended last.
 
-    def _broadcast(self, group: dist.ProcessGroup, is_last_joiner: bool) -> list[float]:
-        rank = dist.get_rank(group) if is_last_joiner else -1
-        last = torch.tensor((rank, not is_last_joiner), device=self._device)
-        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
-        rank, one_was_early = last.tolist()
-        source = dist.get_global_rank(group, rank)
-        state = self._read().to(self._device)
-        dist.broadcast(state, source, group=group)
-        if one_was_early:
-            self._broadcast_optimizers(group, source, is_last_joiner)
-        return [] if is_last_joiner else state.tolist()
-
-    def _broadcast_optimizers(
-        self, group: dist.ProcessGroup, source: int, is_last_joiner: bool
-    ) -> None:
-        sources = [
-            (optimizer, of)
-            for optimizer, _ in self._optimizers.live()
-            if not (of := source_of(optimizer)).part
-        ]
-        own = None
-        if dist.get_rank() == source:  # the state of split masters is a copy
-            own = [(each.state_dict(), of.state_dict()) for each, of in sources]
-        # A tensor of a device would be unpickled on that of the rank that sends.
-        sent = [tree_map_only(Tensor, Tensor.cpu, own)]
-        dist.broadcast_object_list(sent, source, group=group)
-        if is_last_joiner:
+        Raises:
+            CallOrderError: A rank ended early, and a rank has optimizer state or masters.
+        """
+        if self._group is None:
+            self._write([])
             return
-        for (optimizer, of), (theirs, standing_in) in zip(sources, sent[0] or (), strict=False):
-            # schedulefree counts in its groups. A learning rate that is a tensor stays that tensor.
-            ours = optimizer.state_dict()["param_groups"]
-            groups = zip(ours, theirs["param_groups"], strict=True)
-            counted = [
-                mine | {key: each for key, each in other.items() if not isinstance(each, Tensor)}
-                for mine, other in groups
-            ]
-            optimizer.load_state_dict({**theirs, "param_groups": counted})
-            of.load_state_dict(standing_in)
+        rank = dist.get_rank(self._group) if is_last_joiner else -1
+        has_state = any(map(_has_state, self._live_optimizers()))
+        flags = torch.tensor((rank, not is_last_joiner, has_state), device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        rank, a_rank_ended_early, a_rank_has_state = flags.tolist()
+        state = self._read().to(self._device)
+        dist.broadcast(state, dist.get_global_rank(self._group, rank), group=self._group)
+        self._write([] if is_last_joiner else state.tolist())
+        if a_rank_ended_early and a_rank_has_state:
+            names = ", ".join(map(describe, self._live_optimizers()))
+            raise CallOrderError(
+                f"ranks ended Join after different numbers of batches, so the state of {names} "
+                "differs between ranks. Join synchronises the model, the loss scale and the "
+                f"counts, and no optimizer state. Rank {rank} of the group has the state to keep: "
+                "catch this error and load that rank's optimizer.state_dict() on every rank, or "
+                "give every rank as many batches."
+            )
+
+    def _live_optimizers(self) -> list[Any]:
+        return [optimizer for optimizer, _ in self._optimizers.live()]
+
+
+def _has_state(optimizer: Any) -> bool:
+    """Return whether a rank that ends ``Join`` early lacks values that this optimizer has.
+
+    ZeRO takes part in ``Join`` by a hook of its own.
+    """
+    source = source_of(optimizer)
+    return not source.part and (source.casts or any(optimizer.state.values()))
 
 
 class Joins(Asked, Joinable):
@@ -116,7 +110,17 @@ class Joins(Asked, Joinable):
         """Return the hook that acts for this scaler on a rank without more inputs.
 
         See ``torch.distributed.algorithms.Join``: ``with Join([model, scaler])``.
+
+        Raises:
+            CallOrderError: An optimizer has masters, which would differ between ranks afterwards.
         """
+        for optimizer, _ in self._guard.optimizers.live():
+            if source_of(optimizer).casts:
+                raise CallOrderError(
+                    f"Join was entered with {describe(optimizer)}, which has masters. Join does "
+                    "not synchronise masters, so they would differ between ranks afterwards. "
+                    "Give every rank as many batches, or train without masters."
+                )
         self._guard.ranks.settle()  # while no rank is in Join's own collectives yet
         return _TakeOver(
             self.join_process_group,
