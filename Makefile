@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		launch/train.py --precision fp16 --growth-interval 10 --eval-every 20 \
-		--max-time 1.5 --overwrite --run-dir $(RUN)
+		--max-time 90s --overwrite --run-dir $(RUN)
 
 test: $(READY)
 	@$(BIN)/python -m tests.simulated.build

@@ -96,7 +96,7 @@ def regions(rounds: int) -> None:
 
 def report(rounds: int) -> None:
     """Compare a step under a report, whose kernels hardly count, with one under a bare mode."""
-    model = GPT(Config(layers=4, heads=4, width=32, block=16), 256)
+    model = GPT(Config(layers=4, heads=4, d_model=32, seq_len=16), 256)
     tokens = torch.randint(256, (1, 16))
 
     def step(context: AbstractContextManager[Any]) -> Any:

@@ -32,7 +32,9 @@ class Training:
         self, dtype: torch.dtype | None, *, fused: bool = True, scaler: Any = None
     ) -> None:
         size = 64 if simulated() else 1024
-        config = Config(layers=2 if simulated() else 12, heads=size // 64, width=size, block=size)
+        config = Config(
+            layers=2 if simulated() else 12, heads=size // 64, d_model=size, seq_len=size
+        )
         torch.manual_seed(0)
         self.model: nn.Module = GPT(config, 256).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)

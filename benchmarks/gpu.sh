@@ -125,7 +125,7 @@ if [[ $plan == hour ]]; then
         done
         for wire in fp16 bf16 int8; do
             part "ranks_hook_$wire" 300 "${ranks[@]}" "${train[@]}" \
-                --precision fp16 --hook "$wire" --run-dir "$folder/runs/hook_$wire"
+                --precision fp16 --comm-hook "$wire" --run-dir "$folder/runs/hook_$wire"
         done
     else
         echo "ranks: not run, one GPU" | tee -a "$folder/summary.txt"

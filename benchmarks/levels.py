@@ -74,7 +74,7 @@ class Task:
 
 def gpt(batch: int = 8) -> Task:
     """Return the launcher's GPT over the standard library's source."""
-    config = Config(layers=2, heads=4, width=64, block=32, batch=batch)
+    config = Config(layers=2, heads=4, d_model=64, seq_len=32, global_batch_size=batch)
     data = load_data(config)
 
     def take(seed: int, step: int) -> tuple[Tensor, Tensor]:

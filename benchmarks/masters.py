@@ -121,8 +121,8 @@ def timed(names: Iterable[str], count: int, elements: int, rounds: int, device: 
 
 def trained(rounds: int, device: str) -> list[str]:
     """Return a row: the time of a training step of the launcher's GPT by split masters."""
-    config = Config(layers=4, heads=4, width=256, block=64, batch=8)
-    tokens = torch.randint(256, (2, config.batch, config.block), device=device)
+    config = Config(layers=4, heads=4, d_model=256, seq_len=64, global_batch_size=8)
+    tokens = torch.randint(256, (2, config.global_batch_size, config.seq_len), device=device)
     steps: dict[str, Callable[[], object]] = {}
     for name, how in (("split", "split"), ("whole", True)):
         torch.manual_seed(0)

@@ -39,7 +39,7 @@ CONTENDERS = {
     "ddp": (COMPUTE, FP32, TORCH, *comm_hooks.COMM_FORMATS),
     "fsdp2": (FP32, POLICY, "fp16", "int8", BOTH),
 }
-SIZE = Config(layers=8, heads=8, width=512, block=32)
+SIZE = Config(layers=8, heads=8, d_model=512, seq_len=32)
 
 
 def main(

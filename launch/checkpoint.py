@@ -96,7 +96,9 @@ class Checkpoints:
     def _prune(self) -> None:
         with _refused(f"cannot remove what is older than {self._folder}"):
             if self._job.layout.rank == 0:
-                for old in checkpoints_of(self._job.config.run_dir)[self._job.config.keep :]:
+                for old in checkpoints_of(self._job.config.run_dir)[
+                    self._job.config.keep_checkpoints :
+                ]:
                     remove(old)
 
     def read(self, path: Path) -> None:
@@ -165,9 +167,9 @@ def load_run(path: Path, data: Data) -> Job:
         UsageError: There is no such run, or it is damaged or of another model.
     """
     run, checkpoint = checkpoint_of(path)
-    alone = {"replicate": 0, "shard": 1, "tp": 1, "hook": "none", "accumulate": 1}
+    alone = {"replicate": 0, "shard": 1, "tp": 1, "comm_hook": "none", "accumulate": 1}
     config = read_config(run).model_copy(
-        update={**alone, "compile": False, "checkpoint_blocks": "none"}
+        update={**alone, "compile": False, "activation_checkpointing": "none"}
     )
     job = make_job(config, data, Layout(), pick_device(config), trains=False)
     with _refused(f"{checkpoint}: it is damaged, or of another model"):

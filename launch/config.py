@@ -1,12 +1,13 @@
 """What a run is asked to do: models of pydantic's, of which cyclopts makes the command line."""
 
+import json
 import math
 import os
 import re
 import sys
 import tomllib
 from collections import ChainMap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,16 +18,33 @@ from pydantic import (
     BaseModel,
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
-    ValidationError,
 )
 
 from distamp import PrecisionLevel
 from distamp.errors import ConfigError
 from distamp.precision_level import LEVELS
 from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.program import UnknownNameError, call, command, refusing, require
+from launch.program import UnknownNameError, call, command, flag, refusing, require
+
+# Flags that had another name before 0.1.0. Runs of that time have the old names in config.json.
+RENAMED_FLAGS = {
+    "block": "seq_len",
+    "width": "d_model",
+    "batch": "global_batch_size",
+    "clip": "max_grad_norm",
+    "hook": "comm_hook",
+    "checkpoint_blocks": "activation_checkpointing",
+    "keep": "keep_checkpoints",
+    "check": "dry_run",
+    "final_lr": "min_lr_ratio",
+}
+# Flags that took a plain number before 0.1.0, with the unit of that number.
+_FORMER_UNITS = {"timeout": "s", "max_time": "m"}
+_UNIT_NAMES = {"s": "seconds", "m": "minutes"}
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+# Flags that describe the built-in model, and that no other model reads.
+_GPT_FLAGS = ("layers", "heads", "d_model", "dropout")
 
 
 def _absolute(name: str) -> str:
@@ -36,14 +54,15 @@ def _absolute(name: str) -> str:
     return f"{kind}{path.absolute()}" if path.exists() else name
 
 
-def _one_of(names: Collection[str], pattern: str, form: str) -> AfterValidator:
-    """Allow some names, and what a pattern matches, which people know as ``form``."""
+def _one_of(noun: str, names: Collection[str], pattern: str, form: str) -> AfterValidator:
+    """Allow some names, and values that match a pattern, which a message calls ``form``."""
 
     def check(value: str) -> str:
         if value in names:
             return value
         if not re.fullmatch(pattern, value):
-            raise UnknownNameError(f"it must be {', '.join([*names, form])}", names)
+            choices = ", ".join([*names, form])
+            raise UnknownNameError(f"there is no such {noun}. Choose {choices}.", names)
         return _absolute(value)
 
     return AfterValidator(check)
@@ -56,15 +75,78 @@ def _level_name(value: str) -> str:
     try:
         return PrecisionLevel.from_name(value).name
     except ConfigError:
-        names = [*LEVELS, "FILE.toml"]
-        raise UnknownNameError(f"it must be {', '.join(names)}", LEVELS) from None
+        choices = ", ".join([*LEVELS, "or FILE.toml"])
+        sentence = f"there is no such precision level. Choose {choices}."
+        raise UnknownNameError(sentence, LEVELS) from None
+
+
+def _check_model(value: str) -> str:
+    """Allow the built-in model, a model of transformers and the user's own."""
+    if value == "gpt":
+        return value
+    if not re.fullmatch(r"\w.*:.+", value):
+        name = value.strip(":") or "TYPE"
+        raise ValueError(
+            "the built-in model is called gpt, and every other model has a colon in its name. "
+            f"Write hf:{name} for a model type or a folder of transformers, or module:function "
+            "for your own model."
+        )
+    return _absolute(value)
+
+
+def _check_pair(value: str) -> str:
+    """Allow ``name=value``."""
+    if not re.fullmatch(".+=.*", value, re.DOTALL):
+        raise ValueError(f"the value is missing. Write {value.strip('=') or 'name'}=VALUE.")
+    return value
+
+
+def seconds_of(duration: str) -> float:
+    """Convert a duration such as ``90s``, ``10m`` or ``2h`` to seconds; ``none`` is infinite."""
+    if duration == "none":
+        return math.inf
+    return float(duration[:-1]) * _SECONDS[duration[-1]]
+
+
+def _duration(flag_name: str, limit: float = math.inf) -> AfterValidator:
+    """Allow a positive duration with a unit, up to a limit; and ``none`` if there is no limit.
+
+    Args:
+        flag_name: The flag that takes the duration.
+        limit: In seconds.
+    """
+
+    def check(value: str) -> str:
+        if value == "none" and limit == math.inf:
+            return value
+        number = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", value)
+        if number is None:
+            raise ValueError("this is not a duration. Write one such as 90s, 10m or 2h.")
+        if not number[2]:
+            former = _FORMER_UNITS[flag_name]
+            other = "m" if former == "s" else "s"
+            raise ValueError(
+                f"the unit is missing. Write {value}{former} for {_UNIT_NAMES[former]}, which a "
+                f"plain number meant before, or {value}{other} for {_UNIT_NAMES[other]}."
+            )
+        if not 0 < seconds_of(value) <= limit:
+            upper = "" if limit == math.inf else f" and at most {limit:.0f}s"
+            raise ValueError(f"a duration must be longer than 0s{upper}.")
+        return value
+
+    return AfterValidator(check)
 
 
 Name = Annotated[str, AfterValidator(_absolute)]
-ModelName = Annotated[str, _one_of(["gpt"], r"\w.*:.+", "hf:NAME or module:function")]
+ModelName = Annotated[str, AfterValidator(_check_model)]
 LevelName = Annotated[str, AfterValidator(_level_name)]
-OptimizerName = Annotated[str, _one_of(["adamw", "sgd", "muon"], ".+:.+", "or module:Class")]
-Pair = Annotated[str, _one_of([], ".+=.*", "name=value")]
+OptimizerName = Annotated[
+    str, _one_of("optimizer", ["adamw", "sgd", "muon"], ".+:.+", "or module:Class")
+]
+Pair = Annotated[str, AfterValidator(_check_pair)]
+# gloo counts milliseconds in 32 bits.
+WaitTime = Annotated[str, _duration("timeout", limit=2e6)]
+RunTime = Annotated[str, _duration("max_time")]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FiniteOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -86,15 +168,24 @@ class _Model(BaseModel, frozen=True):
     """The model."""
 
     model: ModelName = option(
-        "gpt", "gpt, hf:TYPE or hf:FOLDER (transformers), or module:function of yours"
+        "gpt",
+        "Model to train: gpt, hf:TYPE or hf:FOLDER (transformers), or your own module:function.",
     )
     model_args: Annotated[tuple[Pair, ...], Parameter(consume_multiple=True)] = option(
-        (), "name=value ...: of the config of hf:, or of module:function"
+        (), "Settings of an hf: config, or arguments of your module:function, as name=value."
     )
-    layers: PositiveInt = option(2, "transformer blocks (gpt)", "n_layer num_layers depth")
-    heads: PositiveInt = option(4, "attention heads (gpt)", "n_head num_heads")
-    width: PositiveInt = option(96, "channels (gpt)", "n_embd hidden_size dim d_model")
-    dropout: Decay = option(0.0, "part of the channels dropped while training (gpt)")
+    layers: PositiveInt = option(
+        2, "Number of transformer blocks. Only gpt reads this flag.", "n_layer num_layers depth"
+    )
+    heads: PositiveInt = option(
+        4, "Number of attention heads. Only gpt reads this flag.", "n_head num_heads"
+    )
+    d_model: PositiveInt = option(
+        96, "Channels of the hidden states. Only gpt reads this flag.", "n_embd hidden_size dim"
+    )
+    dropout: Decay = option(
+        0.0, "Fraction of activations to drop during training. Only gpt reads this flag."
+    )
 
 
 @_group
@@ -102,23 +193,35 @@ class _Data(BaseModel, frozen=True):
     """The data."""
 
     data: Name | None = option(
-        None, "a text, a folder of texts, a .bin of tokens, or module:function"
+        None,
+        "Data to train on: a text, a folder of texts, a .bin of tokens, or your own "
+        "module:function. The source of Python's standard library if the flag is left out.",
     )
     tokenizer: Annotated[Path, AfterValidator(Path.absolute)] | None = option(
-        None, "a tokenizer.json; without one, bytes are tokens"
+        None, "A tokenizer.json. Each byte of the text is a token if the flag is left out."
     )
-    token_dtype: Literal["uint16", "uint32"] = option("uint16", "of a .bin")
-    block: PositiveInt = option(
-        64, "tokens of context", "block_size context seq_len sequence_length max_length"
+    token_dtype: Literal["uint16", "uint32"] = option(
+        "uint16", "Integer type of the tokens in a .bin file."
     )
-    batch: PositiveInt = option(
-        32, "examples in a step, over all ranks and microbatches", "batch_size bs"
+    seq_len: PositiveInt = option(
+        64,
+        "Number of tokens in an example.",
+        "block_size context sequence_length max_length",
+    )
+    global_batch_size: PositiveInt = option(
+        32,
+        "Number of examples in a step, summed over all ranks and microbatches.",
+        "batch_size bs",
     )
     accumulate: PositiveInt = option(
-        1, "microbatches in a step", "gradient_accumulation_steps grad_accum accum"
+        1,
+        "Number of microbatches whose gradients are added up in a step.",
+        "gradient_accumulation_steps grad_accum accum",
     )
     workers: NonNegativeInt = option(
-        0, "processes that read ahead on each rank", "num_workers dataloader_workers"
+        0,
+        "Number of processes on each rank that read data ahead.",
+        "num_workers dataloader_workers",
     )
 
 
@@ -126,18 +229,26 @@ class _Data(BaseModel, frozen=True):
 class _Ranks(BaseModel, frozen=True):
     """The ranks."""
 
-    replicate: NonNegativeInt = option(0, "copies of the model; 0: what --shard and --tp leave")
+    replicate: NonNegativeInt = option(
+        0, "Number of copies of the model. 0 makes as many as --shard and --tp allow."
+    )
     shard: Annotated[int, Field(ge=-1)] = option(
-        1, "ranks that share a copy's weights (FSDP2; with copies, HSDP); -1: all", "strategy fsdp"
+        1,
+        "Number of ranks that share the weights of a copy: FSDP2, or HSDP if there are several "
+        "copies. -1 means all ranks.",
+        "strategy fsdp",
     )
-    tp: PositiveInt = option(1, "ranks that share each matrix", "tensor_parallel")
-    hook: Literal["none", "fp16", "bf16", "int8"] = option(
-        "none", "send gradients in fewer bytes", "comm_hook compression"
+    tp: PositiveInt = option(1, "Number of ranks that share each weight matrix.", "tensor_parallel")
+    comm_hook: Literal["none", "fp16", "bf16", "int8"] = option(
+        "none",
+        "Format in which ranks send gradients. none leaves them uncompressed.",
+        "compression",
     )
-    device: str = option("auto", "cpu, cuda, ...; auto: the accelerator, if there is one")
-    # gloo counts its milliseconds in 32 bits.
-    timeout: Annotated[float, Field(gt=0, le=2e6)] = option(
-        600.0, "seconds that ranks wait for each other"
+    device: str = option(
+        "auto", "Device type, such as cpu or cuda. auto takes the accelerator if there is one."
+    )
+    timeout: WaitTime = option(
+        "10m", "Time that ranks wait for each other before the run fails, such as 90s, 10m or 2h."
     )
 
 
@@ -147,18 +258,23 @@ class _Precision(BaseModel, frozen=True):
 
     precision: LevelName = option(
         "fp32",
-        "level: fp32, fp16, bf16, fp8, fp8-rowwise, fp16-O2, fp16-O3, bf16-O2 or bf16-O3; or "
-        "FILE.toml of patterns",
+        "Precision level: fp32, fp16, bf16, fp8, fp8-rowwise, fp16-O2, fp16-O3, bf16-O2 or "
+        "bf16-O3, or a FILE.toml that sets the precision of single modules.",
         "opt_level amp dtype mixed_precision fp16 bf16 half",
     )
-    check_precision: bool = option(True, "compare what the first step ran in with the level")
-    init_scale: Finite = option(65536.0, "loss scale at the start (fp16, fp16-O2)")
-    growth_interval: PositiveInt = option(2000, "clean steps until the loss scale doubles")
-    compile: bool = option(False, "compile each block")
-    checkpoint_blocks: Literal["none", "all", "selective"] = option(
+    check_precision: bool = option(
+        True, "Compare the precisions of the first step with those that the level promises."
+    )
+    init_scale: Finite = option(65536.0, "Loss scale at the start, in fp16 and fp16-O2.")
+    growth_interval: PositiveInt = option(
+        2000, "Number of steps without overflow after which the loss scale doubles."
+    )
+    compile: bool = option(False, "Compile each block with torch.compile.")
+    activation_checkpointing: Literal["none", "all", "selective"] = option(
         "none",
-        "recompute activations; selective: but for the products",
-        "gradient_checkpointing activation_checkpointing",
+        "Recompute activations in the backward pass to save memory. selective keeps the results "
+        "of matrix products and attention.",
+        "gradient_checkpointing",
     )
 
 
@@ -167,36 +283,56 @@ class _Optimizer(BaseModel, frozen=True):
     """The optimizer."""
 
     optimizer: OptimizerName = option(
-        "adamw", "adamw, sgd, muon (adamw on what is no matrix), or module:Class", "optim"
+        "adamw",
+        "Optimizer: adamw, sgd, muon (for the matrices of blocks, with adamw for all other "
+        "parameters), or your own module:Class.",
+        "optim",
     )
-    lr: Finite = option(4e-3, "learning rate at its peak", "learning_rate")
+    lr: Finite = option(4e-3, "Highest learning rate of the schedule.", "learning_rate")
     schedule: Literal["cosine", "wsd", "linear", "constant"] = option(
         "cosine",
-        "after warm-up; wsd falls in the last fifth",
+        "Shape of the learning rate after the warm-up. wsd stays constant and falls in the last "
+        "fifth of the run.",
         "scheduler lr_scheduler lr_schedule",
     )
-    warmup: NonNegativeInt = option(50, "taken steps until the peak", "warmup_steps warmup_iters")
-    final_lr: Annotated[float, Field(ge=0, le=1)] = option(
-        0.1, "where the schedule ends, as a part of the peak", "min_lr"
+    warmup: NonNegativeInt = option(
+        50,
+        "Number of steps in which the learning rate rises to --lr. Skipped steps do not count.",
+        "warmup_steps warmup_iters",
     )
-    weight_decay: FiniteOrNone = option(0.1, "on matrices alone", "wd")
-    beta1: Decay = option(0.9, "AdamW's first; the momentum of sgd", "momentum")
-    beta2: Decay = option(0.95, "AdamW's second", "betas")
-    eps: FiniteOrNone = option(0.0, "AdamW's; 0: 1e-8, and 1e-3 at fp16-O3", "epsilon")
-    clip: FiniteOrNone = option(
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = option(
+        0.1, "Learning rate at the end of the schedule, as a fraction of --lr.", "min_lr"
+    )
+    weight_decay: FiniteOrNone = option(
+        0.1, "Weight decay of the matrices. Biases and norm weights do not decay.", "wd"
+    )
+    beta1: Decay = option(0.9, "First beta of AdamW, or the momentum of sgd.", "momentum")
+    beta2: Decay = option(0.95, "Second beta of AdamW.", "betas")
+    eps: FiniteOrNone = option(
+        0.0, "Epsilon of AdamW. 0 chooses 1e-8, or 1e-3 at level fp16-O3.", "epsilon"
+    )
+    max_grad_norm: FiniteOrNone = option(
         1.0,
-        "largest norm of the gradients; 0: do not clip",
-        "grad_clip max_norm max_grad_norm gradient_clip clip_grad_norm",
+        "Clip gradients whose total norm is larger than this. 0 turns clipping off.",
+        "grad_clip max_norm gradient_clip clip_grad_norm",
     )
     skip_norm_above: FiniteOrNone = option(
-        0.0, "skip a step whose norm lies above this, on every rank; 0: none", "spike"
+        0.0,
+        "Skip a step on every rank if the total norm of its gradients is larger than this. 0 "
+        "skips no step.",
+        "spike",
     )
     on_nonfinite: Literal["skip", "report"] = option(
         "skip",
-        "at inf or NaN in a gradient; report says where it was born",
+        "Reaction to inf or NaN in a gradient: skip the step, or also report the operation that "
+        "produced it first.",
         "detect_anomaly check_nan",
     )
-    ema: Decay = option(0.0, "decay of an average of the weights, for sample and evaluate")
+    ema: Decay = option(
+        0.0,
+        "Decay of a moving average of the weights, which sample and evaluate use. 0 keeps no "
+        "average.",
+    )
 
 
 @_group
@@ -205,30 +341,52 @@ class _Run(BaseModel, frozen=True):
 
     steps: PositiveInt = option(
         400,
-        "steps of the whole run, skipped ones included",
+        "Number of the last step. Skipped steps and steps before --resume count.",
         "epochs num_epochs max_steps max_iters iterations iters",
     )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = option(
-        0, "fixes weights, the order of the data, and dropout"
+        0, "Seed of the weights, of the order of the data, and of dropout."
     )
-    log_every: PositiveInt = option(1, "steps between two records", "log_interval logging_steps")
+    log_every: PositiveInt = option(
+        1, "Number of steps between two records of the metrics.", "log_interval logging_steps"
+    )
     eval_every: PositiveInt = option(
-        50, "steps between two evaluations", "eval_interval eval_steps"
+        50, "Number of steps between two evaluations.", "eval_interval eval_steps"
     )
-    eval_examples: PositiveInt = option(256, "held-out examples of an evaluation", "eval_iters")
-    save_every: PositiveInt = option(100, "steps between two checkpoints", "save_steps")
-    keep: NonNegativeInt = option(2, "newest checkpoints that stay; 0: write none")
-    async_save: bool = option(False, "write checkpoints while training goes on")
+    eval_examples: PositiveInt = option(
+        256, "Number of held-out examples in an evaluation.", "eval_iters"
+    )
+    save_every: PositiveInt = option(100, "Number of steps between two checkpoints.", "save_steps")
+    keep_checkpoints: NonNegativeInt = option(
+        2, "Number of the newest checkpoints to keep. 0 writes no checkpoint."
+    )
+    async_save: bool = option(False, "Write checkpoints in the background.")
     run_dir: Path = option(
-        Path("runs/latest"), "where results go", "output_dir out_dir out logdir save_dir"
+        Path("runs/latest"),
+        "Folder for the results of the run.",
+        "output_dir out_dir out logdir save_dir",
     )
-    overwrite: bool = option(False, "start again in a folder that has a run")
-    resume: Path | None = option(None, "a run, or a checkpoint of it, to go on with, and its flags")
-    auto_resume: bool = option(False, "go on with --run-dir if it has a checkpoint, else start")
-    max_time: PositiveFloat = option(math.inf, "minutes after which to save and end")
-    tensorboard: bool = option(False, "write the records for TensorBoard too", "wandb")
-    peak_tflops: FiniteOrNone = option(0.0, "of a device, for MFU: A100 312, H100 989; 0: none")
-    check: bool = option(False, "say whether these flags can run, and end", "dry_run")
+    overwrite: bool = option(False, "Start again in a folder that has a run, and replace that run.")
+    resume: Path | None = option(
+        None, "Folder of a run, or one of its checkpoints, to resume with the flags of that run."
+    )
+    auto_resume: bool = option(
+        False, "Resume if --run-dir has a checkpoint, and start a new run if it has none."
+    )
+    max_time: RunTime = option(
+        "none",
+        "Time after which the run saves a checkpoint and ends, such as 90s, 10m or 2h. none sets "
+        "no limit.",
+    )
+    tensorboard: bool = option(False, "Also write the metrics for TensorBoard.", "wandb")
+    peak_tflops: FiniteOrNone = option(
+        0.0,
+        "Peak of one device in TFLOP/s, from which MFU is computed: 312 for an A100, 989 for an "
+        "H100. 0 leaves MFU out.",
+    )
+    dry_run: bool = option(
+        False, "Do everything that comes before the first step, report what was checked, and end."
+    )
 
 
 class Config(
@@ -270,9 +428,20 @@ class Config(
         shard = rest // max(1, self.replicate) if self.shard == -1 else self.shard
         return self.replicate or rest // max(1, shard), shard, self.tp
 
+    @property
+    def world(self) -> int:
+        """The number of ranks: those of torchrun, or the fewest of a dry run without torchrun."""
+        fewest = self.smallest_world() if self.dry_run else 1
+        return int(os.environ.get("WORLD_SIZE", fewest))
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether every rank of the run has a process; a dry run without torchrun has one."""
+        return "WORLD_SIZE" in os.environ or self.world == 1
+
     def smallest_world(self) -> int:
         """Return the fewest ranks that these flags could be for."""
-        copies = self.replicate or (2 if self.hook != "none" and abs(self.shard) == 1 else 1)
+        copies = self.replicate or (2 if self.comm_hook != "none" and abs(self.shard) == 1 else 1)
         return copies * abs(self.shard) * self.tp
 
     def require_possible(self, world: int) -> None:
@@ -287,22 +456,33 @@ class Config(
             f"--replicate {self.replicate or replicate} --shard {self.shard} --tp {tp}: their "
             f"product must be the number of ranks, which is {world} (torchrun --nproc-per-node)",
         )
-        fits = self.hook == "none" or (world > 1 and tp == 1)
-        require(fits, f"--hook {self.hook}: it must be none on one rank, and with --tp")
+        fits = self.comm_hook == "none" or (world > 1 and tp == 1)
+        require(fits, f"--comm-hook {self.comm_hook}: it must be none on one rank, and with --tp")
         if self.model == "gpt":
             require(
                 not self.model_args,
-                f"--model-args {' '.join(self.model_args)}: gpt takes --layers, --heads, --width",
+                f"--model-args {' '.join(self.model_args)}: gpt takes --layers, --heads, --d-model",
             )
-            width, heads = f"--width {self.width}", f"--heads {self.heads}"
-            require(self.width % self.heads == 0, f"{width}: it must be a multiple of {heads}")
+            d_model, heads = f"--d-model {self.d_model}", f"--heads {self.heads}"
+            require(self.d_model % self.heads == 0, f"{d_model}: it must be a multiple of {heads}")
             require(self.heads % tp == 0, f"{heads}: it must be a multiple of --tp {tp}")
         share = replicate * shard * self.accumulate
         require(
-            self.batch % share == 0,
-            f"--batch {self.batch}: it must be a multiple of --replicate x --shard x --accumulate "
-            f"= {share} (say {-(-self.batch // share) * share})",
+            self.global_batch_size % share == 0,
+            f"--global-batch-size {self.global_batch_size}: it must be a multiple of --replicate "
+            f"x --shard x --accumulate = {share}, such as "
+            f"{math.ceil(self.global_batch_size / share) * share}",
         )
+
+
+def _upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of a saved run with present names and with units."""
+    flags_now = {RENAMED_FLAGS.get(name, name): value for name, value in saved.items()}
+    for name, unit in _FORMER_UNITS.items():
+        value = flags_now.get(name)
+        if isinstance(value, int | float):
+            flags_now[name] = f"{value:.12g}{unit}" if math.isfinite(value) else "none"
+    return flags_now
 
 
 def read_config(run: Path) -> Config:
@@ -311,8 +491,9 @@ def read_config(run: Path) -> Config:
     Raises:
         UsageError: There is no run in that folder.
     """
-    with refusing(f"{run}: no run there, or none of this version", OSError, ValidationError):
-        config = Config.model_validate_json((run / "config.json").read_text(encoding="utf-8"))
+    with refusing(f"{run}: no run there, or none of this version", OSError, ValueError):
+        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        config = Config.model_validate(_upgrade(saved) if isinstance(saved, dict) else saved)
     # Copies that the run has made, so that it needs nothing else.
     tokenizer = config.tokenizer and run / "tokenizer.json"
     has_rules = config.precision.endswith(".toml")
@@ -354,7 +535,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
         for name, field in known.items()
         for theirs in field.json_schema_extra["elsewhere"].split()
     }
-    given = call(COMMAND, args, elsewhere)
+    given = call(COMMAND, args, elsewhere, RENAMED_FLAGS)
     if given is None:  # --help has been printed
         sys.exit()
     config = Config(**given)
@@ -366,10 +547,16 @@ def parse(args: Sequence[str] | None = None) -> Config:
         config = Config(**{**old, "run_dir": run, **given, "resume": checkpoint})
         hint = f"{run} goes on with --optimizer {old['optimizer']} alone"
         require(config.optimizer == old["optimizer"], f"--optimizer {config.optimizer}: {hint}")
+    unread = [name for name in _GPT_FLAGS if name in given and config.model != "gpt"]
+    require(
+        not unread,
+        f"{' '.join(f'{flag(name)} {given[name]}' for name in unread)}: only the built-in gpt "
+        f"reads this, and --model is {config.model}. Leave it out, or give arguments of your "
+        "model by --model-args name=value.",
+    )
     # A run that was killed before its first checkpoint starts again.
     config = config.model_copy(update={"overwrite": config.overwrite or again})
-    alone = config.smallest_world() if config.check else 1
-    config.require_possible(int(os.environ.get("WORLD_SIZE", alone)))
+    config.require_possible(config.world)
     _ = config.level  # its file is read now, so that it is refused now
     free = config.goes_on or config.overwrite or not (config.run_dir / "metrics.jsonl").exists()
     hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"

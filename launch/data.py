@@ -189,9 +189,12 @@ def load_data(config: Config) -> Data:
             data = _text(path, config)
         train, held_out = len(data.train), len(data.held_out)
     sizes = f"{data.name} has {train} examples to train on, {held_out} held out"
-    needed = f"--batch {config.batch} of --block {config.block} needs {config.batch} and 1"
-    enough = train >= config.batch and held_out > 0
-    require(enough, f"--data: {sizes}, and {needed}; take smaller ones")
+    batch = config.global_batch_size
+    needed = f"--global-batch-size {batch} needs {batch} examples of --seq-len {config.seq_len}"
+    require(
+        train >= batch and held_out > 0,
+        f"--data: {sizes}. {needed} to train on, and 1 held-out example. Make a flag smaller.",
+    )
     return data
 
 
@@ -211,7 +214,7 @@ def _tokens(path: Path, config: Config) -> Data:
     train, held_out = parts if len(parts) > 1 else _split(parts[0])
     text = text_of(config.tokenizer) if config.tokenizer else None
     classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
-    windows = Windows(train, config.block), Windows(held_out, config.block)
+    windows = Windows(train, config.seq_len), Windows(held_out, config.seq_len)
     return Data(str(path), *windows, classes, text)
 
 
@@ -225,7 +228,7 @@ def _text(path: Path | None, config: Config) -> Data:
     require(content, f"--data {name}: no text in it")
     text = text_of(config.tokenizer)
     train, held_out = _split(_encoded(content, config.tokenizer, text))
-    windows = Windows(train, config.block), Windows(held_out, config.block)
+    windows = Windows(train, config.seq_len), Windows(held_out, config.seq_len)
     return Data(name, *windows, text.classes, text)
 
 

@@ -58,7 +58,7 @@ class Job:
     @property
     def microbatch(self) -> int:
         """Examples that this rank reads at once."""
-        return self.config.batch // (self.layout.data_world * self.config.accumulate)
+        return self.config.global_batch_size // (self.layout.data_world * self.config.accumulate)
 
 
 def cast(model: nn.Module, config: Config) -> nn.Module:
@@ -97,10 +97,10 @@ def start(
     Raises:
         UsageError: distamp refuses it; with the reason.
     """
-    level, hook = config.level, None if config.hook == "none" else config.hook
+    level, hook = config.level, None if config.comm_hook == "none" else config.comm_hook
     is_dynamic = level.loss_scale == "dynamic"
     two_levels = hook and layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
-    flags = f"--precision {config.precision} --hook {config.hook}"
+    flags = f"--precision {config.precision} --comm-hook {config.comm_hook}"
     with refusing(flags, ValueError, RuntimeError):
         return initialize(
             model,
@@ -117,14 +117,17 @@ def start(
         )
 
 
-def require_startable(config: Config, data: Data, device: torch.device) -> None:
-    """Refuse a model, an optimizer or a precision that the run would refuse, on one rank.
+def require_startable(config: Config, data: Data, device: torch.device) -> list[str]:
+    """Refuse on one process a model, an optimizer or a precision that the run would refuse.
 
-    A model that is built on the meta device gets memory but no weights. Wrappers are left out, and
-    with them the refusals that only several ranks can meet.
+    A model on the meta device gets memory but no weights. DDP, FSDP2 and hooks need the ranks of
+    the run, so this function leaves out their refusals.
 
     Raises:
-        UsageError: The run would be refused; with the reason.
+        UsageError: The run would be refused. The message has the reason.
+
+    Returns:
+        The steps of the start that were done, as phrases for the user.
     """
     model = build(config, data)
     is_cut = config.shard not in (0, 1) or config.tp > 1
@@ -135,8 +138,11 @@ def require_startable(config: Config, data: Data, device: torch.device) -> None:
     cast(model, config)
     prepare_blocks(model, config)
     optimizers = make_optimizers(model, config)
+    done = [f"built the model {config.model}", f"made the optimizer {config.optimizer}"]
     if not has_own_masters:
-        start(model, optimizers, config.model_copy(update={"hook": "none"}), Layout())
+        start(model, optimizers, config.model_copy(update={"comm_hook": "none"}), Layout())
+        done.append(f"called initialize at precision {config.precision}")
+    return done
 
 
 def make_job(

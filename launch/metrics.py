@@ -138,7 +138,7 @@ class Metrics(contextlib.ExitStack):
         step, config = record["step"], self._job.config
         shown = {**record, "of": f"{step:>{len(str(config.steps))}}/{config.steps}"}
         if "loss" in record:
-            tokens = (config.steps - step) * config.batch * self._targets
+            tokens = (config.steps - step) * config.global_batch_size * self._targets
             seconds = min(seconds, tokens / max(0.1, record["tokens_per_second"]))
             shown["left"] = timedelta(seconds=max(0, round(seconds)))
         if not record.get("taken", True):
@@ -155,7 +155,7 @@ class Metrics(contextlib.ExitStack):
 
     def _speed(self, step: int) -> Record:
         job, seconds = self._job, max(1e-9, time.monotonic() - self._began)
-        examples = (step - self._last) * job.config.batch / seconds
+        examples = (step - self._last) * job.config.global_batch_size / seconds
         speed = {"tokens_per_second": round(examples * self._targets, 1)}
         if job.config.peak_tflops:
             peak = job.layout.world * job.config.peak_tflops * 1e12
@@ -172,7 +172,7 @@ class Metrics(contextlib.ExitStack):
     def summarize(self, *, ended: str) -> None:
         """Say how a run went, what can be done with it, and why it ended before its last step."""
         config, progress = self._job.config, self._job.progress
-        run, keep = config.run_dir, config.keep
+        run, keep = config.run_dir, config.keep_checkpoints
         rows = read_records(run) if self._is_first else []
         last = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
         which = ", ".join(["..."] * (len(last) < progress.skipped) + last)
@@ -183,7 +183,10 @@ class Metrics(contextlib.ExitStack):
         self.say(f"it took {took}; peak memory of rank 0: {gigabytes:.2f} GiB")
         if ended:
             self.say(f"ended early: {ended}" + (f"; go on with --resume {run}" if keep else ""))
-        self.say(f"Results are in {run}" + ("" if keep else ", without a checkpoint (--keep 0)"))
+        self.say(
+            f"Results are in {run}"
+            + ("" if keep else ", without a checkpoint (--keep-checkpoints 0)")
+        )
         if keep and self._job.data.text is not None:
             words = sys.executable, "-m", "launch.sample", str(run)
             self.say(f"For text from it:\n  {shlex.join(words)}")
@@ -222,7 +225,7 @@ def flops_per_example(job: Job) -> float:
     """
     config, model = job.config, unwrapped(job.model)
     weights = sum(p.numel() for p in model.parameters())
-    attention = 12 * len(blocks_of(model)) * config.width * config.block
+    attention = 12 * len(blocks_of(model)) * config.d_model * config.seq_len
     return float(targets_of(job.data) * (6 * weights + attention * (config.model == "gpt")))
 
 

@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width, self.dropout = config.width, config.dropout
+        width, self.dropout = config.d_model, config.dropout
         self.head_width = width // config.heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -55,10 +55,10 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, classes: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(classes, config.width)
-        self.places = nn.Embedding(config.block, config.width)
+        self.tokens = nn.Embedding(classes, config.d_model)
+        self.places = nn.Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.head = nn.Linear(config.width, classes, bias=False)
+        self.head = nn.Linear(config.d_model, classes, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 tokens (batch, time) to logits (batch, time, classes)."""

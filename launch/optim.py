@@ -94,7 +94,7 @@ def part_of_peak(config: Config, taken: int) -> float:
         "linear": left,
         "constant": 1.0,
     }[config.schedule]
-    return config.final_lr + (1 - config.final_lr) * height
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * height
 
 
 class Average:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from launch.config import Config
+from launch.config import Config, seconds_of
 from launch.data import Data
 from launch.model import GPT, blocks_of
 from launch.program import UsageError, refusing, require
@@ -63,7 +63,7 @@ def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group(timeout=timedelta(seconds=config.timeout))
+            dist.init_process_group(timeout=timedelta(seconds=seconds_of(config.timeout)))
             stack.callback(dist.destroy_process_group)
         yield
 
@@ -143,8 +143,8 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     Raises:
         UsageError: The model has no blocks.
     """
-    kind, blocks = config.checkpoint_blocks, blocks_of(model)
-    asked = f"--compile {config.compile} --checkpoint-blocks {kind}"
+    kind, blocks = config.activation_checkpointing, blocks_of(model)
+    asked = f"--compile {config.compile} --activation-checkpointing {kind}"
     fault = f"--model {config.model} has no blocks (members of a ModuleList)"
     require(blocks or (kind == "none" and not config.compile), f"{asked}: {fault}")
     contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, _SLOW_OPS)
@@ -175,7 +175,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
         styles |= {f"blocks.*.{name}": RowwiseParallel() for name in rows}
         parallelize_module(model, layout.mesh["tp"], styles)
     # A hook averages over the copies itself; without one, torch does.
-    copied = layout.replicate > 1 and config.hook == "none"
+    copied = layout.replicate > 1 and config.comm_hook == "none"
     mesh = layout.mesh["replicate", "shard"] if copied else layout.mesh["shard"]
     level = config.level
     if level.casts_model and level.keep_batchnorm_fp32:

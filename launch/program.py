@@ -53,9 +53,11 @@ def flag(name: str) -> str:
 
 
 def near(known: Collection[str], *names: str) -> str:
-    """Return a question after what is known and written like some names, or nothing."""
-    alike = [each for name in names for each in get_close_matches(name, known, 1)]
-    return f"; did you mean {', '.join(alike)}?" if alike else ""
+    """Return a question that offers a similar known name for each name, or an empty string."""
+    matches: list[str] = []
+    for name in names:
+        matches += get_close_matches(name, known, 1)
+    return f". Did you mean {', '.join(matches)}?" if matches else ""
 
 
 def command(name: str, function: Callable[..., object]) -> cyclopts.App:
@@ -73,14 +75,18 @@ def command(name: str, function: Callable[..., object]) -> cyclopts.App:
 
 
 def call(
-    app: cyclopts.App, args: Sequence[str] | None = None, elsewhere: Mapping[str, str] = {}
+    app: cyclopts.App,
+    args: Sequence[str] | None = None,
+    elsewhere: Mapping[str, str] = {},
+    renamed: Mapping[str, str] = {},
 ) -> Any:
     """Call the function of a command line; where ``--help`` is asked, print that, and return None.
 
     Args:
         app: Of `command`.
         args: None: those of the process.
-        elsewhere: From names that other programs have to those here.
+        elsewhere: From names of arguments in other programs to names here.
+        renamed: From former names of arguments to present names.
 
     Raises:
         UsageError: A flag or a value cannot be read.
@@ -90,27 +96,83 @@ def call(
     except cyclopts.CycloptsError as error:
         if isinstance(error.__cause__, pydantic.ValidationError):
             raise refusal_of(error.__cause__) from None
-        sentence = str(error)
         if isinstance(error, cyclopts.UnknownOptionError):
-            name = str(error.token.keyword)
-            ours = elsewhere.get(name.lstrip("-").replace("-", "_"))
-            sentence = f"{name}: no such flag; here it is {flag(ours)}" if ours else sentence
-        raise UsageError(sentence) from None
+            arguments = app.assemble_argument_collection()
+            flags = [name for argument in arguments for name in argument.names]
+            typed = str(error.token.keyword)
+            raise UsageError(unknown_flag(typed, flags, elsewhere, renamed)) from None
+        if isinstance(error, cyclopts.UnusedCliTokensError):
+            unused = " ".join(error.unused_tokens or [])
+            raise UsageError(f"{unused}: no flag takes this. --help lists every flag.") from None
+        raise UsageError(str(error)) from None
+
+
+def unknown_flag(
+    typed: str,
+    flags: Sequence[str],
+    elsewhere: Mapping[str, str] = {},
+    renamed: Mapping[str, str] = {},
+) -> str:
+    """Return the message for a flag that does not exist, with the flag that was probably meant.
+
+    Args:
+        typed: The flag that the user typed.
+        flags: The flags of the program.
+        elsewhere: From names of arguments in other programs to names here.
+        renamed: From former names of arguments to present names.
+    """
+    name = typed.lstrip("-").replace("-", "_")
+    if name in renamed:
+        return f"{typed}: this flag was renamed. Write {flag(renamed[name])}."
+    if name in elsewhere:
+        return f"{typed}: there is no such flag. It is called {flag(elsewhere[name])} here."
+    candidates: dict[str, str] = {}
+    for names in (elsewhere, renamed):
+        for former, present in names.items():
+            candidates[flag(former)] = flag(present)
+    for present in flags:
+        candidates[present] = present
+    advice = "--help lists every flag."
+    dashed = typed.replace("_", "-")
+    for match in get_close_matches(dashed, candidates, 1):
+        advice = f"Did you mean {candidates[match]}?"
+    return f"{typed}: there is no such flag. {advice}"
+
+
+# Messages for the faults that pydantic finds in a value, with the names of pydantic's context.
+_VALUE_FAULTS = {
+    "float_parsing": "this is not a number. Give one such as 0.5 or 1e-3.",
+    "int_parsing": "this is not a whole number. Give one such as 4.",
+    "int_from_float": "this is not a whole number. Give one such as 4.",
+    "finite_number": "the number is not finite. Give a finite one.",
+    "greater_than": "the number is too small. Give one above {gt:g}.",
+    "greater_than_equal": "the number is too small. Give {ge:g} or more.",
+    "less_than": "the number is too large. Give one below {lt:g}.",
+    "less_than_equal": "the number is too large. Give {le:g} or less.",
+    "literal_error": "there is no such choice. Choose {expected}.",
+}
 
 
 def refusal_of(error: pydantic.ValidationError) -> UsageError:
-    """Return pydantic's first complaint as a sentence, with a word that is written alike."""
+    """Return the message for the first fault that pydantic found, with a similar valid value."""
     fault = error.errors()[0]
-    allowed = fault["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
-    given = fault["input"]
+    kind = fault["type"]
+    value = fault["input"]
     context = fault.get("ctx", {})
+    message = fault["msg"].removeprefix("Value error, ")
+    if kind in _VALUE_FAULTS:
+        message = _VALUE_FAULTS[kind].format(**context).replace("'", "")
     names: Collection[str] = ()
-    if fault["type"] == "literal_error":
+    cause = context.get("error")
+    if kind == "literal_error":
         names = re.findall(r"'([^']+)'", context["expected"])
-    elif isinstance(context.get("error"), UnknownNameError):
-        names = context["error"].names
-    hint = near(names, given) if isinstance(given, str) else ""
-    return UsageError(f"{flag(str(fault['loc'][0]))} {given}: {allowed}{hint}")
+    elif isinstance(cause, UnknownNameError):
+        names = cause.names
+    if isinstance(value, str):
+        for match in get_close_matches(value, names, 1):
+            message += f" Did you mean {match}?"
+    name = str(fault["loc"][0])
+    return UsageError(f"{flag(name)} {value}: {message}")
 
 
 def place_of_user(error: BaseException) -> str | None:
@@ -239,13 +301,13 @@ Asked = Callable[[], tuple[bool, float]]
 
 
 @contextlib.contextmanager
-def listening(minutes: float) -> Iterator[Asked]:
+def listening(seconds: float) -> Iterator[Asked]:
     """Listen to signals, and watch the clock.
 
     Args:
-        minutes: After which the process is asked to end.
+        seconds: Time after which the process is asked to end.
     """
-    end = time.monotonic() + 60 * minutes
+    end = time.monotonic() + seconds
     heard: list[int] = []
 
     def hear(number: int, _: object) -> None:

@@ -75,7 +75,7 @@ def sample_run(
     torch.manual_seed(seed)
     begun = torch.tensor(text.encode(prompt), device=job.device)
     with job.amp.autocast():
-        drawn = sample(job.model, begun, job.config.block, temperature, top_k)
+        drawn = sample(job.model, begun, job.config.seq_len, temperature, top_k)
         print(prompt + text.decode([*islice(drawn, tokens)]))
 
 

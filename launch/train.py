@@ -21,8 +21,8 @@ from torch import Tensor
 from distamp.errors import NonFiniteGradientsError
 from distamp.report import StepReplay
 from launch.checkpoint import Checkpoints
-from launch.config import Config, parse
-from launch.data import Batch, batches, load_data, order
+from launch.config import Config, parse, seconds_of
+from launch.data import Batch, Data, batches, load_data, order
 from launch.evaluate import evaluate
 from launch.job import Job, make_job, require_startable
 from launch.metrics import Metrics
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         config = parse(args)
-        with listening(config.max_time) as asked_to_end:
+        with listening(seconds_of(config.max_time)) as asked_to_end:
             run(config, asked_to_end)
 
     return exit_code_of(program)
@@ -59,12 +59,12 @@ def run(config: Config, asked_to_end: Asked) -> None:
         asked_to_end: Whether this rank is, by a signal, and the seconds until the clock does.
 
     Raises:
-        UsageError: It cannot be done, as every rank finds.
+        UsageError: The run was refused, on every rank.
     """
-    data, device = load_data(config), pick_device(config)
-    if config.check:
-        require_startable(config, data, device)
-        print(f"these flags can run, on {config.smallest_world()} ranks or more of their kind")
+    data = load_data(config)
+    device = pick_device(config)
+    if config.dry_run and not config.has_all_ranks:
+        print(dry_run_report(config, data, require_startable(config, data, device)))
         return
     with process_group(config):
         job = make_job(config, data, Layout.of(config, device), device)
@@ -73,9 +73,45 @@ def run(config: Config, asked_to_end: Asked) -> None:
         checkpoints = Checkpoints(job)
         if config.resume is not None:
             checkpoints.read(config.resume)
-        # Last: what is refused above has left the run's folder as it was.
+        if config.dry_run:
+            evaluate(job, examples=1)
+            report = dry_run_report(config, data, steps_of_start(config))
+            job.layout.on_first(lambda: print(report))
+            return
+        # Metrics opens the folder of the run, which a refusal above must leave unchanged.
         with Metrics(job) as metrics:
             train(job, checkpoints, metrics, asked_to_end)
+
+
+def steps_of_start(config: Config) -> list[str]:
+    """List the steps of `run` before the folder of the run is opened, as phrases for the user."""
+    steps = [f"built the model {config.model} on every rank"]
+    steps.append(f"made the optimizer {config.optimizer}")
+    steps.append(f"called initialize at precision {config.precision}")
+    if config.resume is not None:
+        steps.append(f"read the checkpoint {config.resume}")
+    steps.append("evaluated the model on one held-out example")
+    return steps
+
+
+def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
+    """Return the report of a dry run, with the steps that were done and the checks left out."""
+    ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
+    train_size, held_out_size = len(data.train), len(data.held_out)
+    lines = [f"The dry run found no fault: these flags can run on {ranks}."]
+    sizes = f"{train_size:,} examples and {held_out_size:,} held-out examples"
+    lines.append(f"It read {data.name}, which has {sizes}.")
+    for step in steps:
+        lines.append(f"It {step}.")
+    folder = config.run_dir
+    lines.append(f"It wrote nothing, and did not test whether {folder} can be written to.")
+    if not config.has_all_ranks:
+        lines.append(
+            f"It ran in one process. Start it with torchrun --nproc-per-node {config.world} to "
+            "also check DDP, sharding, communication hooks, initialize on the wrapped model and "
+            "the checkpoint of --resume."
+        )
+    return "\n".join(lines)
 
 
 def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: Asked) -> None:
@@ -97,12 +133,14 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
         job.model.train()
         rate = rates.set()
         progress.step += 1
-        progress.position += config.batch
+        progress.position += config.global_batch_size
         tasks = tasks_after(config, progress.step)
         # Without a record to write, nothing here waits for the device.
         scale = amp.scaler.get_scale() if tasks else 1.0
         microbatches = [next(source) for _ in range(config.accumulate)]
-        do_step = checked_step if config.check_precision and progress.step == 1 else train_step
+        do_step = train_step
+        if config.check_precision and progress.step == 1:
+            do_step = checked_step
         loss, taken = do_step(job, metrics, microbatches, replay)
         rates.count(taken)
         job.average.count(taken)
@@ -124,11 +162,14 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
             if config.level.scales:
                 record["loss_scale"] = scale
             metrics.note(record, seconds)
-            ended = "asked to stop" if signalled else "--max-time is over" if late else ""
+            if signalled:
+                ended = "asked to stop"
+            elif late:
+                ended = "--max-time is over"
             is_last = bool(ended) or progress.step == config.steps
             if "eval" in tasks or late:  # whoever sent a signal does not wait for long
                 metrics.note({"step": progress.step, **evaluate(job, config.eval_examples)})
-            if config.keep and ("save" in tasks or is_last):
+            if config.keep_checkpoints and ("save" in tasks or is_last):
                 save(job, checkpoints, metrics, must=is_last)
             metrics.start_clock()
     for hook in amp.comm_hooks:
@@ -162,7 +203,8 @@ def train_step(
         replay.record(lambda: run_passes(job, microbatches), *map(vars, microbatches))
         replay.found = None
     loss = run_passes(job, microbatches)
-    max_norm, skip_norm_above = config.clip or math.inf, config.skip_norm_above or None
+    max_norm = config.max_grad_norm or math.inf
+    skip_norm_above = config.skip_norm_above or None
     try:
         taken = job.amp.step(
             max_norm=max_norm, skip_norm_above=skip_norm_above, shard_group_fn=cut_over

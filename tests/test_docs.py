@@ -240,7 +240,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ON_THE_SITE = {
     "reference/scaler.html": ['id="distamp.DistGradScaler"', "init_scale"],
-    "reference/launcher.html": ["--checkpoint-blocks"],
+    "reference/launcher.html": ["--activation-checkpointing"],
     "reference/command_line.html": ["--timeout"],
     "index.html": ['href="examples/one_overflow.html"'],
     "examples/one_overflow.html": ["one_overflow.py"],

@@ -21,7 +21,8 @@ from tests.launch import jobs
 
 RUN = (
     *(*jobs.TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 5),
-    *("--dropout", 0.1, "--save-every", 2, "--eval-every", 50, "--keep", 3, "--auto-resume"),
+    *("--dropout", 0.1, "--save-every", 2, "--eval-every", 50),
+    *("--keep-checkpoints", 3, "--auto-resume"),
 )
 RANKS = 2
 
@@ -60,7 +61,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--flags", default="--hook int8", help="of the launcher, after those here")
+    parser.add_argument(
+        "--flags", default="--comm-hook int8", help="of the launcher, after those here"
+    )
     given = parser.parse_args()
     chance, torn, hit = random.Random(given.seed), 0, []
     with tempfile.TemporaryDirectory() as name:

@@ -21,11 +21,13 @@ from launch.program import UsageError
 from launch.train import run
 
 ROOT = Path(__file__).resolve().parents[2]
-# A model small enough that the processes' start is most of a run.
-TINY = (
-    *("--layers", 2, "--width", 16, "--heads", 4, "--block", 16, "--batch", 8),
-    *("--eval-examples", 16, "--warmup", 3, "--lr", 1e-2),
+# Flags of a short run of any model.
+SHORT = (
+    *("--seq-len", 16, "--global-batch-size", 8, "--eval-examples", 16),
+    *("--warmup", 3, "--lr", 1e-2),
 )
+# The same with a gpt so small that the processes' start is most of a run.
+TINY = ("--layers", 2, "--d-model", 16, "--heads", 4, *SHORT)
 # In fp16, with steps that overflow at the start and whenever the scale has grown.
 FP16 = ("--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2)
 # No run here takes a tenth of this, but on a machine that has much else to do.

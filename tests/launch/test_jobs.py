@@ -43,7 +43,7 @@ def killed_after(
 
 # The first time there is no checkpoint yet.
 @pytest.mark.parametrize(
-    ("layout", "counts"), [("--hook int8", (1, 9)), ("--shard -1 --async-save", (9,))]
+    ("layout", "counts"), [("--comm-hook int8", (1, 9)), ("--shard -1 --async-save", (9,))]
 )
 def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
     ranks2, new_ranks, text, tmp_path, layout, counts
@@ -106,7 +106,7 @@ def test_ranks_end_with_a_torchrun_that_was_killed(new_ranks, text, tmp_path):
 
 
 def test_restart_goes_on_with_its_own_run_and_leaves_others_alone(text, tmp_path, monkeypatch):
-    args = ("--data", text, *TINY, "--steps", 2, "--keep", 0)
+    args = ("--data", text, *TINY, "--steps", 2, "--keep-checkpoints", 0)
     rows = jobs.train(tmp_path / "other", args)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in (
@@ -122,7 +122,7 @@ def test_restart_goes_on_with_its_own_run_and_leaves_others_alone(text, tmp_path
     assert "it has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
     assert jobs.records(tmp_path / "other") == rows
     # Without a checkpoint it starts again, with one it goes on.
-    saved = jobs.train(tmp_path / "own", (*args, "--keep", 1))
+    saved = jobs.train(tmp_path / "own", (*args, "--keep-checkpoints", 1))
     again = jobs.train(tmp_path / "own", (*args, "--steps", 3))
     assert again[: len(saved)] == saved == rows
     assert again[-1]["step"] == 3
@@ -134,7 +134,8 @@ def test_bad_flag_is_one_sentence_and_every_rank_exits_with_2(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.endswith(("RANK", "WORLD_SIZE"))}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT)}
     job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert job.stderr.count("error: ") == job.stderr.count("error: --lr x: it should be") == 1
+    assert job.stderr.count("error: ") == 1
+    assert "error: --lr x: this is not a number." in job.stderr
     # torchrun stops a rank that has not ended when another has.
     assert set(re.findall(r"exitcode +: (\d+)", job.stderr)) == {"2"}
     assert not (tmp_path / "runs").exists()

@@ -48,7 +48,7 @@ def bare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
 
 
 KEPT = ("--steps", 12, "--overwrite", "--no-check-precision")
-BARE = ("--steps", 2, "--keep", 0, "--peak-tflops", 1e-3)
+BARE = ("--steps", 2, "--keep-checkpoints", 0, "--peak-tflops", 1e-3)
 
 
 def test_log_file_says_which_flags_it_was_given(kept, text):
@@ -73,7 +73,7 @@ def test_log_file_has_a_line_for_each_record(kept):
 
 
 def test_time_left_is_no_longer_than_max_time(text, tmp_path):
-    args = ("--data", text, *TINY, "--steps", 100_000, "--keep", 0)
+    args = ("--data", text, *TINY, "--steps", 100_000, "--keep-checkpoints", 0)
     printed = told(tmp_path, *args, seconds=(90.0, 3.0, 0.0))
     assert re.findall(r"tokens/s  (.*) left", printed) == ["0:01:30", "0:00:03", "0:00:00"]
 
@@ -84,7 +84,7 @@ def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(k
     skipped = [str(r["step"]) for r in jobs.records(folder) if not r.get("taken", True)]
     shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
     assert f"{len(skipped)} skipped on every rank: {shown}" in printed
-    assert "without a checkpoint (--keep 0)" in bare[1].splitlines()[-1]
+    assert "without a checkpoint (--keep-checkpoints 0)" in bare[1].splitlines()[-1]
     assert "launch.sample" not in bare[1]
 
 
@@ -103,7 +103,7 @@ def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
 @pytest.fixture
 def tiny(text: Path) -> Job:
     """What the flags of a tiny run make."""
-    config = Config(data=str(text), layers=2, heads=4, width=16, block=16, batch=8)
+    config = Config(data=str(text), layers=2, heads=4, d_model=16, seq_len=16, global_batch_size=8)
     return make_job(config, load_data(config), Layout(), torch.device("cpu"))
 
 

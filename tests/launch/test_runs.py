@@ -27,7 +27,7 @@ from launch.parallel import Layout
 from launch.program import UsageError
 from launch.train import main
 from tests.launch import jobs
-from tests.launch.jobs import FP16, TINY, losses
+from tests.launch.jobs import FP16, SHORT, TINY, losses
 
 # Runs and ranks that its tests share.
 pytestmark = pytest.mark.xdist_group("launch runs")
@@ -43,7 +43,7 @@ def test_every_epoch_reads_each_example_once_and_in_another_order():
 
 
 def test_held_out_text_is_in_no_training_window(text):
-    data = load_data(Config(data=str(text), block=16))
+    data = load_data(Config(data=str(text), seq_len=16))
     assert len(data.train.tokens) + len(data.held_out.tokens) == text.stat().st_size
     inputs, targets = data.train[0]
     assert inputs[1:].equal(targets[:-1])
@@ -51,7 +51,7 @@ def test_held_out_text_is_in_no_training_window(text):
 
 
 def test_tokens_of_a_bin_and_their_tokenizer(text, tokenizer, tmp_path):
-    words = load_data(Config(data=str(text), tokenizer=tokenizer, block=16))
+    words = load_data(Config(data=str(text), tokenizer=tokenizer, seq_len=16))
     encode, decode = words.text.encode, words.text.decode
     assert decode(encode("row 7: 7")) == "row 7: 7"
     # The same as nanoGPT's files have it, in two files or in one, of 16 bits or of 32.
@@ -61,7 +61,7 @@ def test_tokens_of_a_bin_and_their_tokenizer(text, tokenizer, tmp_path):
     ids[cut:].tofile(tmp_path / "val.bin")
     ids.astype("uint32").tofile(tmp_path / "uint32.bin")
     for place, bits in ((".", "uint16"), ("uint32.bin", "uint32")):
-        data = load_data(Config(data=str(tmp_path / place), block=16, token_dtype=bits))
+        data = load_data(Config(data=str(tmp_path / place), seq_len=16, token_dtype=bits))
         assert data.train[3][0].equal(words.train[3][0])
         assert data.held_out[1][1].equal(words.held_out[1][1])
         assert data.classes == 1 + ids.max()
@@ -103,11 +103,11 @@ def empty_classifier(data: Data, width: int) -> nn.Module:
 )
 def test_data_and_model_of_ones_own(ranks2, tmp_path, model, layout):
     own = ("--data", f"{__name__}:pairs", "--model", f"{__name__}:{model}", "--model-args")
-    args = (*own, "width=16", *TINY, "--steps", 12, "--save-every", 5, "--precision", "fp16")
+    args = (*own, "width=16", *SHORT, "--steps", 12, "--save-every", 5, "--precision", "fp16")
     rows = ranks2.run(jobs.train, tmp_path / "two", (*args, *layout.split()))[0]
     assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
     # It starts as one process does, with batch norms that have seen nothing yet.
-    alone = jobs.train(tmp_path / "one", (*args, "--steps", 1, "--keep", 0))
+    alone = jobs.train(tmp_path / "one", (*args, "--steps", 1, "--keep-checkpoints", 0))
     assert rows[0] == pytest.approx(alone[0], rel=1e-3)
     checkpoints_of(tmp_path / "two")[0].joinpath(".metadata").unlink()
     assert ranks2.run(jobs.train, tmp_path / "two", ("--resume", tmp_path / "two"))[0] == rows
@@ -119,7 +119,7 @@ def test_data_and_model_of_ones_own(ranks2, tmp_path, model, layout):
 def test_model_of_transformers_from_its_config_is_drawn_as_there(text, tmp_path):
     transformers = pytest.importorskip("transformers")
     small = ("n_layer=2", "n_embd=32", "n_head=2", "resid_pdrop=0", "embd_pdrop=0", "attn_pdrop=0")
-    args = ("--data", text, *TINY, "--model", "hf:gpt2", "--model-args", *small)
+    args = ("--data", text, *SHORT, "--model", "hf:gpt2", "--model-args", *small)
     jobs.train(tmp_path, (*args, "--lr", 1e-9, "--steps", 1))
     model = load_run(tmp_path, load_data(read_config(tmp_path))).model
     inner = model.inner
@@ -145,12 +145,14 @@ def test_model_of_a_folder_has_its_weights_and_else_new_ones(text, tmp_path):
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "whole")
     config.save_pretrained(tmp_path / "bare")
-    first = ("--data", text, *TINY, "--steps", 1, "--keep", 0, "--model")
-    data = load_data(Config(data=str(text), block=16))
+    first = ("--data", text, *SHORT, "--steps", 1, "--keep-checkpoints", 0, "--model")
+    data = load_data(Config(data=str(text), seq_len=16))
     tokens, targets = data.train[next(order(len(data.train), 0, 0, 8))[0]]
     expected = nn.functional.cross_entropy(model(tokens[None]).logits[0], targets).item()
     for kind in ("whole", "bare"):
-        rows = jobs.train(tmp_path / f"run {kind}", (*first, f"hf:{tmp_path / kind}", "--batch", 1))
+        rows = jobs.train(
+            tmp_path / f"run {kind}", (*first, f"hf:{tmp_path / kind}", "--global-batch-size", 1)
+        )
         assert (losses(rows)[0] == pytest.approx(expected, rel=1e-5)) == (kind == "whole")
 
 
@@ -161,7 +163,7 @@ def test_model_of_a_folder_has_its_weights_and_else_new_ones(text, tmp_path):
     "flags", ["--optimizer muon --schedule wsd --accumulate 4", "--optimizer torch.optim:NAdam"]
 )
 def test_copies_train_as_one_process_with_the_whole_batch(ranks2, text, tmp_path, flags):
-    args = ("--data", text, *TINY, "--steps", 4, "--keep", 0, *flags.split())
+    args = ("--data", text, *TINY, "--steps", 4, "--keep-checkpoints", 0, *flags.split())
     alone = losses(jobs.train(tmp_path / "alone", (*args, "--accumulate", 1)))
     assert alone[-1] < alone[0]
     rows = ranks2.run(jobs.train, tmp_path / "two", args)[0]
@@ -170,7 +172,7 @@ def test_copies_train_as_one_process_with_the_whole_batch(ranks2, text, tmp_path
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "linear", "constant"])
 def test_schedules_rise_and_end_where_they_are_to(schedule):
-    config = Config(schedule=schedule, steps=100, warmup=10, final_lr=0.1)
+    config = Config(schedule=schedule, steps=100, warmup=10, min_lr_ratio=0.1)
     rates = [part_of_peak(config, taken) for taken in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == rates[10] == 1.0
@@ -182,7 +184,7 @@ def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path)
     args = ("--data", text, *TINY, *FP16, "--steps", 16, "--warmup", 0, "--ema", 0.5)
     rows = jobs.train(
         tmp_path,
-        (*args, "--save-every", 1, "--keep", 16),
+        (*args, "--save-every", 1, "--keep-checkpoints", 16),
         ("--resume", tmp_path / "checkpoints" / "step-00000011"),
     )
     steps = [row for row in rows if "loss" in row]
@@ -198,7 +200,7 @@ def test_rate_and_average_wait_while_steps_are_skipped_and_go_on(text, tmp_path)
 
 def test_fp8_trains_as_bf16_does(text, tmp_path):
     pytest.importorskip("torchao")
-    args = ("--data", text, *TINY, "--steps", 12, "--keep", 0, "--precision")
+    args = ("--data", text, *TINY, "--steps", 12, "--keep-checkpoints", 0, "--precision")
     bf16, fp8 = (losses(jobs.train(tmp_path / level, (*args, level))) for level in ("bf16", "fp8"))
     assert fp8 != bf16
     assert fp8 == pytest.approx(bf16, rel=1e-2)
@@ -210,7 +212,7 @@ def test_compiled_blocks_have_the_losses_of_eager_ones(text, tmp_path, monkeypat
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     args = ("--data", text, *TINY, "--layers", 1, "--steps", 2)
     eager = losses(jobs.train(tmp_path / "1", args))
-    compiled = jobs.train(tmp_path / "2", (*args, "--compile", "--checkpoint-blocks", "all"))
+    compiled = jobs.train(tmp_path / "2", (*args, "--compile", "--activation-checkpointing", "all"))
     assert losses(compiled) == pytest.approx(eager, rel=1e-4)
 
 
@@ -266,21 +268,21 @@ def test_compare_shows_what_differs(finished, text, tmp_path, capsys):
     assert compare.main([*runs, "--out", str(tmp_path / "both.png")]) == 0
     out = capsys.readouterr().out
     assert "--precision" in out
-    assert "--batch" not in out
+    assert "--global-batch-size" not in out
     assert (tmp_path / "both.png").stat().st_size > 1000
 
 
 def test_time_that_is_over_saves_and_flags_count_when_it_is_resumed(tmp_path):
     args = (
         *("--data", f"{__name__}:pairs", "--model", f"{__name__}:classifier"),
-        *("--model-args", "width=16", *TINY, "--steps", 100000, "--max-time", 0.005),
+        *("--model-args", "width=16", *SHORT, "--steps", 100000, "--max-time", "0.3s"),
     )
     assert main([*map(str, args), "--run-dir", str(tmp_path)]) == 0
     last = jobs.records(tmp_path)[-1]
     assert "validation_loss" in last
     assert checkpoints_of(tmp_path)[0].name == f"step-{last['step']:08d}"
     found = parse(["--resume", str(tmp_path), "--lr", "0.5"])
-    assert (found.lr, found.width, found.model_args) == (0.5, 16, ("width=16",))
+    assert (found.lr, found.seq_len, found.model_args) == (0.5, 16, ("width=16",))
     assert found.run_dir == tmp_path
 
 
@@ -324,7 +326,10 @@ ints, arrays, named, dicts, several, threes, tensors = (
 
 
 def test_examples_of_every_kind_train_and_are_judged_alike(tmp_path):
-    own = ("--model", f"{__name__}:Both", *TINY, "--steps", 3, "--keep", 0, "--peak-tflops", 1e-6)
+    own = (
+        *("--model", f"{__name__}:Both", *SHORT, "--steps", 3),
+        *("--keep-checkpoints", 0, "--peak-tflops", 1e-6),
+    )
     rows = {k: jobs.train(tmp_path / k, (*own, "--data", f"{__name__}:{k}")) for k in KINDS}
     expected = rows.pop("tensors")
     assert "accuracy" in expected[0]
@@ -348,7 +353,7 @@ def noisy() -> tuple[list[Any], list[Any], int]:
 
 
 def test_examples_that_draw_random_numbers_draw_the_same_when_a_run_goes_on(tmp_path):
-    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:noisy", *TINY)
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:noisy", *SHORT)
     whole = jobs.train(tmp_path, (*own, "--steps", 4, "--save-every", 2))
     assert jobs.train(tmp_path, ("--resume", tmp_path / "checkpoints" / "step-00000002")) == whole
 
@@ -360,8 +365,8 @@ def spoilt() -> tuple[list[Any], list[Any], int]:
 
 
 def test_batch_with_a_nan_is_skipped_on_every_rank_and_its_birth_is_told(ranks2, tmp_path):
-    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:spoilt", *TINY, "--steps", 6)
-    args = (*own, "--batch", 16, "--precision", "bf16", "--on-nonfinite", "report")
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:spoilt", *SHORT, "--steps", 6)
+    args = (*own, "--global-batch-size", 16, "--precision", "bf16", "--on-nonfinite", "report")
     rows = ranks2.run(jobs.train, tmp_path, args)[0]
     steps = [row for row in rows if "loss" in row]
     assert [row["loss"] is None for row in steps] == [not row["taken"] for row in steps]
@@ -378,7 +383,7 @@ def hopeless() -> tuple[list[Any], list[Any], int]:
 
 
 def test_run_that_only_skips_ends_and_says_where_to_look(tmp_path):
-    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:hopeless", *TINY, "--steps", 6)
+    own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:hopeless", *SHORT, "--steps", 6)
     said = "3 steps in a row were skipped; nonfinite.jsonl says where"
     with pytest.raises(UsageError, match=said):
         jobs.train(tmp_path, (*own, "--precision", "bf16", "--on-nonfinite", "report"))
@@ -403,7 +408,7 @@ def judged(length: int) -> dict[str, float]:
     """Evaluate on this rank's share of some held-out examples."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    model, config = Both(), Config(batch=6)
+    model, config = Both(), Config(global_batch_size=6)
     images, labels = torch.randn(17, 6), torch.arange(17) % 2
     data = Data("", [], list(zip(images, labels, strict=True)), 2)
     layout = Layout(rank, 2, replicate=2)
@@ -440,7 +445,7 @@ def test_top_k_keeps_exactly_k():
 
 
 def test_tokens_are_made_once_for_a_text_and_a_tokenizer(text, tokenizer, tmp_path):
-    config = Config(data=str(text), tokenizer=tokenizer, block=16)
+    config = Config(data=str(text), tokenizer=tokenizer, seq_len=16)
     tokens = torch.tensor(load_data(config).train.tokens)
     (kept,) = (tmp_path / "cache").rglob("*.bin")
     kept.write_bytes(kept.read_bytes()[::-1])

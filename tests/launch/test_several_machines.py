@@ -134,7 +134,7 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_with_it_again(hosts, t
                 world = len({file.name.split("_")[2] for file in path.glob("*.distcp")})
 
     run = tmp_path / "run"
-    args = ("--data", text, *TINY, "--steps", 100_000, "--save-every", 20, "--timeout", 20)
+    args = ("--data", text, *TINY, "--steps", 100_000, "--save-every", 20, "--timeout", "20s")
     command = (
         "torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 5 --rdzv-backend c10d "
         "--rdzv-id lost --rdzv-endpoint host0:29602 "

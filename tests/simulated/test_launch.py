@@ -30,8 +30,8 @@ def _same(found: Rows, expected: Rows) -> None:
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        pytest.param(2, "--hook int8", marks=pytest.mark.slow),
-        (2, "--shard -1 --hook fp16"),
+        pytest.param(2, "--comm-hook int8", marks=pytest.mark.slow),
+        (2, "--shard -1 --comm-hook fp16"),
         pytest.param(4, "--shard 2 --tp 2", marks=pytest.mark.slow),
     ],
 )
@@ -55,7 +55,7 @@ def test_no_step_waits_for_its_device(sim, text, tmp_path, precision):
     """But where a record is written: twice as many steps wait no more often."""
     args = (
         *("--data", text, *TINY, "--device", "sim", "--precision", precision, "--log-every", 99),
-        *("--eval-every", 99, "--save-every", 99, "--keep", 0, "--no-check-precision"),
+        *("--eval-every", 99, "--save-every", 99, "--keep-checkpoints", 0, "--no-check-precision"),
     )
     few = sim.one(_waits, tmp_path / "few", (*args, "--steps", 4))
     assert sim.one(_waits, tmp_path / "many", (*args, "--steps", 8)) == few
