@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from distamp.errors import ConfigError
+from distamp.errors import ConfigError, similar_names
 from distamp.module_names import module_names
 
 __all__ = ["LEVELS", "PrecisionLevel"]
@@ -137,10 +137,15 @@ class PrecisionLevel:
         if scale != "dynamic" and not number:
             raise ConfigError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
         for pattern, pin in self.pins:
-            if not isinstance(pattern, str) or pin not in _PINS:
+            if not isinstance(pattern, str):
                 raise ConfigError(
-                    "module_precision must have shell patterns over module names, each with one of "
-                    f"{list(_PINS)}, not {pattern!r}: {pin!r}"
+                    f"precision= has the key {pattern!r}. Its keys must be shell patterns over "
+                    "module names, as in {'*.norm': 'fp32'}."
+                )
+            if pin not in _PINS:
+                raise ConfigError(
+                    f"precision= has no precision {pin!r} for the pattern {pattern!r}. Choose from "
+                    f"{', '.join(map(repr, _PINS))}. {similar_names(pin, _PINS)}"
                 )
 
     @classmethod
@@ -170,10 +175,7 @@ class PrecisionLevel:
         """
         row = level if isinstance(level, PrecisionLevel) else LEVELS.get(level)
         if row is None:
-            hint = "; the O is a letter" if str(level).startswith("0") else ""
-            if level in _SHORT.values():
-                hint = "; fp32 is fp32, and fp16 is fp16"
-            raise ConfigError(f"opt_level must be one of {list(LEVELS)}, not {level!r}{hint}")
+            raise ConfigError(_unknown_level_text(level))
         words = {"True": True, "False": False}
         given = {
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
@@ -248,11 +250,22 @@ class PrecisionLevel:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _unknown_level_text(level: object) -> str:
+    """Return an error message for a level that does not exist, with the one most likely meant."""
+    name = str(level).removeprefix("torch.")
+    hint = similar_names(name, list(LEVELS))
+    if name in _LEVEL_OF_DTYPE:
+        hint = f"Did you mean {_LEVEL_OF_DTYPE[name]!r}, which computes in {name}?"
+    elif name.startswith("0"):
+        hint = f"Did you mean {'O' + name[1:]!r}, with the letter O?"
+    return f"There is no level {level!r:.80}. Choose from {', '.join(map(repr, LEVELS))}. {hint}"
+
+
 def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(module_precision, Mapping):
         raise ConfigError(
-            "module_precision must map patterns over module names to precisions, as in "
-            f"{{'*.norm': 'fp32'}}, not {module_precision!r:.80}"
+            "precision= must map patterns over module names to precisions, as in "
+            f"{{'*.norm': 'fp32'}}, not {module_precision!r:.80}."
         )
     return tuple(module_precision.items())
 
@@ -265,6 +278,11 @@ def _number(value: object) -> object:
         return value
 
 
+_LEVEL_OF_DTYPE = {
+    **dict.fromkeys(("float32", "fp32", "float"), "fp32"),
+    **dict.fromkeys(("float16", "fp16", "half"), "fp16"),
+    "bfloat16": "bf16",
+}
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DYNAMIC: Literal["dynamic"] = "dynamic"
 

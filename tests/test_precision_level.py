@@ -83,9 +83,9 @@ def test_overrides_are_spelled_as_in_apex(given, field, value):
         ("fp16-O2", {"loss_scale": "inf"}, "must be 'dynamic' or a number > 0"),
         ("fp16-O2", {"loss_scale": "static"}, "must be 'dynamic' or a number > 0"),
         ("fp16-O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
-        ("02", {}, "the O is a letter"),
-        ("O4", {}, "must be one of"),
-        ("fp16", {}, "fp16 is fp16"),
+        ("02", {}, "Did you mean 'fp16-O2', with the letter O"),
+        ("O4", {}, "There is no level 'O4'"),
+        ("fp16", {}, "Did you mean 'fp16', which computes in fp16"),
         *(
             (level, {"master_weights": "split"}, "or True")
             for level in ("fp32", "fp16", "fp16-O2", "bf16")

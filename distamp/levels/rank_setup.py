@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import RankMismatchError
+from distamp.errors import RankMismatchError, lines_by_rank, ranks_text
 from distamp.levels.kept import unmatched_everywhere
 from distamp.optimizers import unwrapped
 
@@ -72,18 +72,33 @@ def compare_setups(
     setups = {0: mine} if group is None else _gather(mine, group)
     patterns = {rank: dict(setup.pins) for rank, setup in setups.items()}
     if any(setup.pins != mine.pins for setup in setups.values()):
-        given = ". ".join(f"Rank {rank}: {pins or 'none'}" for rank, pins in patterns.items())
-        raise RankMismatchError(
-            f"the ranks were given different patterns in module_precision=. {given}. Pass the same "
-            "patterns on every rank, also on a pipeline stage that has none of their modules: a "
-            "pattern must match a module on one rank only."
+        fix = (
+            "Pass the same patterns in the same order on every rank, also on a pipeline stage that "
+            "has none of their modules. A pattern needs a matching module on one rank only."
         )
+        lines = lines_by_rank(_differing_patterns(patterns))
+        raise RankMismatchError("\n".join(["The ranks differ in module_precision=.", *lines, fix]))
     for rank, setup in setups.items():
         if setup.error is not None:
             kind, text = setup.error
             raise error or kind(f"{text} (raised on rank {rank}; every rank stops here)")
     unmatched_everywhere([setup.unmatched for setup in setups.values()])
     return setups
+
+
+def _differing_patterns(patterns: Mapping[int, dict[str, str]]) -> list[tuple[int, str]]:
+    """Return pairs of a rank and the text of those of its patterns that other ranks lack."""
+    common = set.intersection(*(set(pins.items()) for pins in patterns.values()))
+    differing = {
+        rank: {name: pin for name, pin in pins.items() if (name, pin) not in common}
+        for rank, pins in patterns.items()
+    }
+    if not any(differing.values()):  # only their order differs
+        differing = dict(patterns)
+    return [
+        (rank, f"module_precision={pins}" if pins else "no such pattern")
+        for rank, pins in differing.items()
+    ]
 
 
 def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
@@ -93,10 +108,11 @@ def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
         dist.all_gather_object(gathered, mine, group=group)
     except RuntimeError as error:
         raise RankMismatchError(
-            f"rank {dist.get_rank()} waited in initialize() for the other ranks, of which one did "
-            "not come within the timeout of the group. Every rank of process_group must call "
+            f"Rank {dist.get_rank()} waited in initialize() for the other ranks, and one of them "
+            "did not call it within the group's timeout. Every rank of process_group must call "
             "initialize() with its optimizers. A rank that trains nothing passes optimizers=[]. If "
-            f"only some ranks train, give them a group of their own: process_group= ({error})"
+            f"only some ranks train, make a group of those ranks and pass it as process_group=. "
+            f"({error})"
         ) from error
     return dict(zip(ranks, gathered, strict=True))
 
@@ -123,6 +139,7 @@ def unmatched_on_some(setups: Mapping[int, RankSetup]) -> tuple[str, ...]:
         ranks = [rank for rank, setup in setups.items() if pattern in setup.unmatched]
         if ranks:
             lines.append(
-                f"the pattern {pattern!r} of module_precision= matches nothing on ranks {ranks}"
+                f"The pattern {pattern!r} of module_precision= matches no module on "
+                f"{ranks_text(ranks)}."
             )
     return tuple(lines)

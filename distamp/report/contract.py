@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import ConfigError
+from distamp.errors import ConfigError, similar_names
 from distamp.groups import GroupLike
 from distamp.precision_level import PrecisionLevel
 from distamp.report.following import (
@@ -225,7 +225,9 @@ class PrecisionContract:
                 given = dict.fromkeys(("parameters", "compute", "norms"), given)
             for key in given.keys() - _KEYS.keys():
                 raise ConfigError(
-                    f"modules[{pattern!r}] has {key!r}; a contract speaks of {', '.join(_KEYS)}"
+                    f"modules= of a PrecisionContract has the key {key!r} for the pattern "
+                    f"{pattern!r}. The "
+                    f"keys are {', '.join(map(repr, _KEYS))}. {similar_names(key, list(_KEYS))}"
                 )
             exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
         object.__setattr__(self, "modules", exceptions)
@@ -391,7 +393,9 @@ def _dtypes(key: str, given: Any) -> tuple[str, ...]:
     for name in names:
         if name not in _NAMES:
             raise ConfigError(
-                f"{key} must be of {', '.join(_NAMES)}, or a torch.dtype, not {name!r}"
+                f"{key}= of a PrecisionContract was {name!r}, which is no dtype. Choose from "
+                f"{', '.join(map(repr, _NAMES))}, or pass a torch.dtype. "
+                f"{similar_names(name, _NAMES)}"
             )
     return names
 

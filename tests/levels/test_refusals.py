@@ -324,13 +324,13 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tried(
             net(), "bf16", module_precision={"hidden" if dist.get_rank() else "norm": "fp32"}
         ),
-        "the ranks were given different patterns in precision=. Rank 0: {'norm': 'fp32'}. Rank 1",
+        "The ranks differ in precision=.\n  rank 0: precision={'norm': 'fp32'}\n  rank 1: ",
     ),
     "pins on one rank": (
         lambda: tried(
             net(), "bf16", module_precision={"norm": "fp32"} if dist.get_rank() else None
         ),
-        "Rank 0: none. Rank 1: {'norm': 'fp32'}. Pass the same patterns on every rank",
+        "rank 0: no such pattern\n  rank 1: precision={'norm': 'fp32'}\nPass the same patterns in",
     ),
     "what one rank refuses": (
         lambda: tried(net().half() if dist.get_rank() == 0 else net(), "bf16"),
@@ -338,7 +338,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a pattern of nothing on all ranks": (
         lambda: tried(net(), "bf16", module_precision={"*.nrom": "fp32"}),
-        "pattern '*.nrom', which no module's name matches on any rank",
+        "pattern '*.nrom', and no module on any rank has a name that matches it. Did you mean",
     ),
     "output_dtype of every unit": (
         lambda: tried(float32_outputs(plain()), "fp16-O2"),
