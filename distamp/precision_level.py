@@ -143,9 +143,12 @@ class PrecisionLevel:
                     "module names, as in {'*.norm': 'fp32'}."
                 )
             if pin not in _PINS:
+                quoted = map(repr, _PINS)
+                choices = ", ".join(quoted)
+                hint = similar_names(pin, _PINS)
                 raise ConfigError(
                     f"precision= has no precision {pin!r} for the pattern {pattern!r}. Choose from "
-                    f"{', '.join(map(repr, _PINS))}. {similar_names(pin, _PINS)}"
+                    f"{choices}. {hint}"
                 )
 
     @classmethod
@@ -251,14 +254,19 @@ class PrecisionLevel:
 
 
 def _unknown_level_text(level: object) -> str:
-    """Return an error message for a level that does not exist, with the one most likely meant."""
-    name = str(level).removeprefix("torch.")
+    """Return an error message for a level that does not exist, with a similar level."""
+    name = str(level)
+    name = name.removeprefix("torch.")
     hint = similar_names(name, list(LEVELS))
-    if name in _LEVEL_OF_DTYPE:
-        hint = f"Did you mean {_LEVEL_OF_DTYPE[name]!r}, which computes in {name}?"
+    if name in ("fp32", "float32"):
+        hint = f"Did you mean 'fp32', which computes in {name}?"
+    elif name in ("fp16", "float16"):
+        hint = f"Did you mean 'fp16', which computes in {name}?"
     elif name.startswith("0"):
-        hint = f"Did you mean {'O' + name[1:]!r}, with the letter O?"
-    return f"There is no level {level!r:.80}. Choose from {', '.join(map(repr, LEVELS))}. {hint}"
+        hint = f"Did you mean 'O{name[1:]}', with the letter O?"
+    quoted = map(repr, LEVELS)
+    choices = ", ".join(quoted)
+    return f"There is no level {level!r:.80}. Choose from {choices}. {hint}"
 
 
 def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
@@ -278,11 +286,6 @@ def _number(value: object) -> object:
         return value
 
 
-_LEVEL_OF_DTYPE = {
-    **dict.fromkeys(("float32", "fp32", "float"), "fp32"),
-    **dict.fromkeys(("float16", "fp16", "half"), "fp16"),
-    "bfloat16": "bf16",
-}
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DYNAMIC: Literal["dynamic"] = "dynamic"
 

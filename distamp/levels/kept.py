@@ -63,15 +63,20 @@ def match_patterns(
 
 def _similar_modules(pattern: str, names: Iterable[str]) -> list[str]:
     """Return at most three module names that are similar to a pattern, the most similar first."""
-    searched = re.sub(r"[*?\[\]]", "", pattern).strip(".")
+    searched = re.sub(r"[*?\[\]]", "", pattern)
+    searched = searched.strip(".")
+    # A pattern begins with a star for all components but the last ones.
+    depth = 1 + searched.count(".")
     ratios: dict[str, float] = {}
     for name in names:
-        # The last components suffice, because a pattern begins with a star for the others.
-        depth = searched.count(".") + 1
-        end = ".".join(name.split(".")[-depth:])
-        ratios[name] = SequenceMatcher(None, searched, end).ratio()
-    similar = sorted(ratios, key=lambda name: -ratios[name])
-    return [name for name in similar if ratios[name] >= _LEAST_RATIO][:3]
+        components = name.split(".")
+        end = ".".join(components[-depth:])
+        matcher = SequenceMatcher(None, searched, end)
+        ratio = matcher.ratio()
+        if ratio >= _LEAST_RATIO:
+            ratios[name] = ratio
+    similar = sorted(ratios, key=ratios.__getitem__, reverse=True)
+    return similar[:3]
 
 
 def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> None:
@@ -91,7 +96,9 @@ def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> No
                 "model call set_module_precision(model, ...)."
             )
             if close:
-                hint = f"Did you mean {' or '.join(map(repr, list(close)[:3]))}?"
+                quoted = [repr(name) for name in close]
+                alternatives = " or ".join(quoted[:3])
+                hint = f"Did you mean {alternatives}?"
             raise ConfigError(
                 f"module_precision= has the pattern {pattern!r}, and no module on any rank has a "
                 "name "

@@ -87,18 +87,24 @@ def compare_setups(
 
 
 def _differing_patterns(patterns: Mapping[int, dict[str, str]]) -> list[tuple[int, str]]:
-    """Return pairs of a rank and the text of those of its patterns that other ranks lack."""
-    common = set.intersection(*(set(pins.items()) for pins in patterns.values()))
-    differing = {
-        rank: {name: pin for name, pin in pins.items() if (name, pin) not in common}
-        for rank, pins in patterns.items()
-    }
-    if not any(differing.values()):  # only their order differs
-        differing = dict(patterns)
-    return [
-        (rank, f"module_precision={pins}" if pins else "no such pattern")
-        for rank, pins in differing.items()
-    ]
+    """Return pairs of a rank and the text of its patterns that some rank lacks."""
+    common: set[tuple[str, str]] | None = None
+    for pins in patterns.values():
+        items = set(pins.items())
+        common = items if common is None else common & items
+    assert common is not None
+    texts = []
+    for rank, pins in patterns.items():
+        text = "no such pattern"
+        differing = {pattern: pins[pattern] for pattern in pins}
+        for pattern, _ in common:
+            del differing[pattern]
+        if differing:
+            text = f"module_precision={differing}"
+        texts.append((rank, text))
+    if all(len(pins) == len(common) for pins in patterns.values()):  # Only their order differs.
+        return [(rank, f"module_precision={pins}") for rank, pins in patterns.items()]
+    return texts
 
 
 def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:

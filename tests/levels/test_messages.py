@@ -1,6 +1,7 @@
 """What a user of `initialize` reads: the repr of an Amp, and mistakes in its first calls."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distamp import initialize
-from distamp.errors import CallOrderError
+from distamp.errors import CallOrderError, ConfigError, RankMismatchError
 from distamp.levels.amp import Amp
 from distamp.precision_level import LEVELS
 from distamp.report import PrecisionContract
@@ -33,124 +34,146 @@ def test_the_repr_of_an_amp_has_its_level_and_its_scaler(level, scaler):
     assert repr(amp) == f"<Amp of Sequential at {level}: {scaler}>"
 
 
-MODEL_FIRST = "The model comes first: initialize(model, optimizer, level)."
-LEVEL_THIRD = "The level comes third: initialize(model, optimizer, level)."
-NOT_AN_OPTIMIZER = "optimizers must be a torch.optim.Optimizer, several or None, not"
-NOT_A_MODEL = "model must be a torch.nn.Module or several, not"
-
-
-@pytest.mark.parametrize(
-    ("arrange", "text"),
-    [
-        (lambda m, o: (o, m), f"{NOT_A_MODEL} AdamW. {MODEL_FIRST}"),
-        (lambda m, o: ([o], [m]), f"{NOT_A_MODEL} AdamW. {MODEL_FIRST}"),
-        (lambda m, o: (m, m), f"{NOT_AN_OPTIMIZER} Sequential. {MODEL_FIRST}"),
-        (lambda m, o: (m, "bf16"), f"{NOT_AN_OPTIMIZER} str. {LEVEL_THIRD}"),
-        (lambda m, o: (m, o.state), f"{NOT_AN_OPTIMIZER} int."),
-    ],
-    ids=["swapped", "swapped lists", "two models", "no optimizer", "an integer"],
+NO_MODEL = (
+    "model must be a torch.nn.Module or several, not AdamW. The model comes first: "
+    "initialize(model, optimizer, level)."
 )
-def test_arguments_in_another_order_are_refused_with_the_order(arrange, text):
+NO_OPTIMIZER = (
+    "optimizers must be a torch.optim.Optimizer, several or None, not Sequential. The model comes "
+    "first: initialize(model, optimizer, level)."
+)
+A_LEVEL = (
+    "optimizers must be a torch.optim.Optimizer, several or None, not str. The level comes third: "
+    "initialize(model, optimizer, level)."
+)
+
+
+def test_a_model_and_an_optimizer_in_the_other_order_are_refused_with_the_order():
     model, optimizer = _trained()
-    optimizer.state = {1: "one"}  # iterated, it yields an integer
-    assert error_of(initialize, *arrange(model, optimizer)) == ("TypeError", text)
+    assert error_of(initialize, optimizer, model) == ("TypeError", NO_MODEL)
+    assert error_of(initialize, [optimizer], [model]) == ("TypeError", NO_MODEL)
+    assert error_of(initialize, model, model) == ("TypeError", NO_OPTIMIZER)
+    assert error_of(initialize, model, "bf16") == ("TypeError", A_LEVEL)
 
 
-LEVELS_TEXT = f"Choose from {', '.join(map(repr, LEVELS))}."
-
-
-@pytest.mark.parametrize(
-    ("level", "text"),
-    [
-        ("bfloat", f"There is no level 'bfloat'. {LEVELS_TEXT} Did you mean 'bf16'?"),
-        ("bf16-02", f"There is no level 'bf16-02'. {LEVELS_TEXT} Did you mean 'bf16-O2' or"),
-        ("02", f"There is no level '02'. {LEVELS_TEXT} Did you mean 'fp16-O2', with the letter O?"),
-        ("O4", f"There is no level 'O4'. {LEVELS_TEXT} There is no similar name."),
-        (None, f"There is no level None. {LEVELS_TEXT} There is no similar name."),
-    ],
-)
-@pytest.mark.parametrize(
-    "call", [lambda level: initialize(*_trained(), level), PrecisionContract.of]
-)
-def test_an_unknown_level_is_refused_with_the_levels_and_a_similar_one(call, level, text):
-    name, raised = error_of(call, level)
+def _refused_level(level: object) -> str:
+    """Return the error of a level without the list of levels, which is the same in both calls."""
+    name, text = error_of(PrecisionContract.of, level)
     assert name == "ConfigError"
-    assert raised.startswith(text)
+    model, optimizer = _trained()
+    assert error_of(initialize, model, optimizer, level) == (name, text)
+    quoted = [repr(known) for known in LEVELS]
+    choices = ", ".join(quoted)
+    assert choices in text
+    return text.replace(choices, "LEVELS")
 
 
-PRECISIONS = "Choose from 'fp32', 'fp16', 'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'."
+def test_an_unknown_level_is_refused_with_the_levels_and_a_similar_one():
+    assert _refused_level("bfloat") == (
+        "There is no level 'bfloat'. Choose from LEVELS. Did you mean 'bf16'?"
+    )
 
 
-@pytest.mark.parametrize(
-    ("precision", "text"),
-    [
-        (
-            {"0": "float32"},
-            f"precision= has no precision 'float32' for the pattern '0'. {PRECISIONS} Did you mean "
-            "'fp32'?",
-        ),
-        (
-            {"0": "high"},
-            f"precision= has no precision 'high' for the pattern '0'. {PRECISIONS} There is no "
-            "similar name.",
-        ),
-        (
-            {0: "fp32"},
-            "precision= has the key 0. Its keys must be shell patterns over module names, as in "
-            "{'*.norm': 'fp32'}.",
-        ),
-        (
-            ["0"],
-            "precision= must map patterns over module names to precisions, as in {'*.norm': "
-            "'fp32'}, not ['0'].",
-        ),
-        (
-            {"*nrom*": "fp32"},
-            "precision= has the pattern '*nrom*', and no module on any rank has a name that "
-            "matches it. There is no similar name. model.named_modules() lists the names. For the "
-            "whole model call set_module_precision(model, ...).",
-        ),
-    ],
-)
-def test_a_wrong_module_precision_is_refused_with_the_right_ones(precision, text):
-    """The module names of the model are '0' alone."""
-    raised = error_of(lambda: initialize(*_trained(), "bf16", module_precision=precision))
-    assert raised == ("ConfigError", text)
+def test_a_level_with_a_zero_is_refused_with_the_letter():
+    assert _refused_level("02") == (
+        "There is no level '02'. Choose from LEVELS. Did you mean 'fp16-O2', with the letter O?"
+    )
 
 
-def test_a_misspelt_pattern_is_refused_with_the_names_of_similar_modules():
+def test_a_level_that_is_like_no_other_is_refused_without_a_guess():
+    assert _refused_level(None) == (
+        "There is no level None. Choose from LEVELS. There is no similar name."
+    )
+
+
+def _refused_precision(precision: Any) -> str:
+    """Return the error of a ``precision=`` for a model with the one module '0'."""
+    model, optimizer = _trained()
+    with pytest.raises(ConfigError) as raised:
+        initialize(model, optimizer, "bf16", module_precision=precision)
+    return str(raised.value)
+
+
+def test_an_unknown_precision_of_a_module_is_refused_with_a_similar_one():
+    assert _refused_precision({"0": "float32"}) == (
+        "precision= has no precision 'float32' for the pattern '0'. Choose from 'fp32', 'fp16', "
+        "'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'. Did you mean 'fp32'?"
+    )
+
+
+def test_a_precision_of_a_module_that_is_like_no_other_is_refused_without_a_guess():
+    assert _refused_precision({"0": "high"}) == (
+        "precision= has no precision 'high' for the pattern '0'. Choose from 'fp32', 'fp16', "
+        "'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'. There is no similar "
+        "name."
+    )
+
+
+def test_a_key_that_is_no_pattern_is_refused_with_an_example():
+    assert _refused_precision({0: "fp32"}) == (
+        "precision= has the key 0. Its keys must be shell patterns over module names, as in "
+        "{'*.norm': 'fp32'}."
+    )
+
+
+def test_a_list_instead_of_a_mapping_is_refused_with_an_example():
+    assert _refused_precision(["0"]) == (
+        "precision= must map patterns over module names to precisions, as in {'*.norm': 'fp32'}, "
+        "not ['0']."
+    )
+
+
+def test_a_pattern_that_is_like_no_module_is_refused_without_a_guess():
+    assert _refused_precision({"*nrom*": "fp32"}) == (
+        "precision= has the pattern '*nrom*', and no module on any rank has a name that matches "
+        "it. There is no similar name. model.named_modules() lists the names. For the whole model "
+        "call set_module_precision(model, ...)."
+    )
+
+
+@pytest.mark.parametrize("pattern", ["*.atn_norm", "*attn_nrom"])
+def test_a_misspelt_pattern_is_refused_with_the_name_of_a_similar_module(pattern):
     block = nn.ModuleDict({"attn_norm": nn.LayerNorm(2), "head": nn.Linear(2, 2)})
     model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
     optimizer = torch.optim.AdamW(model.parameters())
-    for pattern, similar in {"*.atn_norm": "blocks.0.attn_norm", "*haed": "blocks.0.head"}.items():
-        _, text = error_of(
-            lambda p=pattern: initialize(model, optimizer, "bf16", module_precision={p: "fp32"})
-        )
-        assert text.endswith(f"a name that matches it. Did you mean {similar!r}?")
+    with pytest.raises(ConfigError) as raised:
+        initialize(model, optimizer, "bf16", module_precision={pattern: "fp32"})
+    text = str(raised.value)
+    assert text.endswith("that matches it. Did you mean 'blocks.0.attn_norm'?")
+
+
+MADE_TWICE = (
+    "optimizer 0 (AdamW) has master parameters already, because initialize or MasterParameters was "
+    "called with it before. Use the Amp that the first initialize returned, or make a new model "
+    "and a new optimizer."
+)
 
 
 def test_a_second_initialize_with_masters_is_refused():
     model, optimizer = _trained()
     initialize(model, optimizer, "fp16-O2")
-    assert error_of(initialize, model, optimizer, "fp16-O2") == (
-        "ConfigError",
-        "optimizer 0 (AdamW) has master parameters already, because initialize or MasterParameters "
-        "was called with it before. Use the Amp that the first initialize returned, or make a new "
-        "model and a new optimizer.",
-    )
+    name, text = error_of(initialize, model, optimizer, "fp16-O2")
+    assert name == "ConfigError"
+    assert text == MADE_TWICE
+
+
+PATTERNS = """\
+The ranks differ in precision=.
+  rank 0: no such pattern
+  rank 1: precision={'missing': 'bf16'}
+Pass the same patterns in the same order on every rank, also on a pipeline stage that has none of \
+their modules. A pattern needs a matching module on one rank only."""
 
 
 @on_ranks(2)
 def test_patterns_that_differ_between_ranks_are_listed_without_the_common_ones():
-    precision = {"0": "fp32", "missing": "bf16"} if dist.get_rank() else {"0": "fp32"}
-    assert error_of(lambda: initialize(*_trained(), "bf16", module_precision=precision)) == (
-        "RankMismatchError",
-        "The ranks differ in precision=.\n"
-        "  rank 0: no such pattern\n"
-        "  rank 1: precision={'missing': 'bf16'}\n"
-        "Pass the same patterns in the same order on every rank, also on a pipeline stage that has "
-        "none of their modules. A pattern needs a matching module on one rank only.",
-    )
+    precision = {"0": "fp32"}
+    if dist.get_rank() == 1:
+        precision["missing"] = "bf16"
+    model, optimizer = _trained()
+    with pytest.raises(RankMismatchError) as raised:
+        initialize(model, optimizer, "bf16", module_precision=precision)
+    assert str(raised.value) == PATTERNS
 
 
 @on_ranks("world")
@@ -159,14 +182,14 @@ def test_patterns_that_differ_between_ranks_are_listed_without_the_common_ones()
 def test_a_clip_of_an_unscaled_loss_names_amp_backward(level, world):
     model, optimizer = _trained()
     amp = initialize(model, optimizer, level)
-    with amp.autocast():
-        loss = model(torch.ones(1, 2).to(amp.models[0][0].weight.dtype)).float().sum()
-    loss.backward()
-    assert error_of(amp.clip_grad_norm_, 1.0) == (
-        "CallOrderError",
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    name, text = error_of(amp.clip_grad_norm_, 1.0)
+    assert name == "CallOrderError"
+    assert text == (
         f"amp.clip_grad_norm_() was called at {level}, which scales the loss, and no loss was "
         "scaled before. Call amp.backward(loss) instead of loss.backward(), or use "
-        "amp.scale_loss(loss).",
+        "amp.scale_loss(loss)."
     )
 
 
