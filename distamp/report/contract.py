@@ -224,10 +224,13 @@ class PrecisionContract:
             if not isinstance(given, Mapping):
                 given = dict.fromkeys(("parameters", "compute", "norms"), given)
             for key in given.keys() - _KEYS.keys():
+                quoted = map(repr, _KEYS)
+                keys = ", ".join(quoted)
+                hint = similar_names(key, list(_KEYS))
                 raise ConfigError(
                     f"modules= of a PrecisionContract has the key {key!r} for the pattern "
                     f"{pattern!r}. The "
-                    f"keys are {', '.join(map(repr, _KEYS))}. {similar_names(key, list(_KEYS))}"
+                    f"keys are {keys}. {hint}"
                 )
             exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
         object.__setattr__(self, "modules", exceptions)
@@ -392,10 +395,13 @@ def _dtypes(key: str, given: Any) -> tuple[str, ...]:
     names = tuple(dict.fromkeys("fp8" if n.startswith("float8") else n for n in names))
     for name in names:
         if name not in _NAMES:
+            quoted = map(repr, _NAMES)
+            choices = ", ".join(quoted)
+            hint = similar_names(name, _NAMES)
             raise ConfigError(
                 f"{key}= of a PrecisionContract was {name!r}, which is no dtype. Choose from "
-                f"{', '.join(map(repr, _NAMES))}, or pass a torch.dtype. "
-                f"{similar_names(name, _NAMES)}"
+                f"{choices}, or "
+                f"pass a torch.dtype. {hint}"
             )
     return names
 
