@@ -417,25 +417,26 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
     least, most = min(replicas), max(replicas)
     if most - least > _NEAR * most:
         return (
-            "clip_grad_norm_ counts plain tensors as replicas, and the norms of their gradients "
-            f"differ between ranks, from {least:g} to {most:g}. If each rank holds "
-            "other parameters or parts (experts, stages), declare those: shard_group_fn=lambda "
-            "p: p is "
-            "such a part, or the group over which it is cut. If they should be the same, some were "
-            "not reduced: the parameter was frozen when the model was wrapped, or the pass went "
-            "around the wrapper. If only rounding makes them differ: is_replicated_fn=lambda p: "
-            "True"
+            f"The norms of the gradients differ between ranks, from {least:g} to {most:g}. Plain "
+            "tensors count as replicas, whose gradients are equal on all ranks. If each rank holds "
+            "other parameters (experts, stages), pass shard_group_fn=function, which returns "
+            "True for "
+            "such a parameter, or the group over which it is cut. If the gradients should be "
+            "equal, some were not reduced: the parameter was frozen when the model was wrapped, or "
+            "the backward pass went around the wrapper. If only rounding makes them differ, pass "
+            "is_replicated_fn=lambda p: True."
         )
     unsure = [each[_UNSURE] for each in sums]
     twice = [sum(abs(a - b) <= _NEAR * a for b in unsure) > 1 for a in unsure]
     if min(unsure) > 0 and all(twice):
         return (
-            "clip_grad_norm_ counts shards of FSDP, or DTensors on a part of the ranks, as parts "
-            "of one model, and those of several ranks are the same. If they are replicas (as what "
-            "the plan of tensor parallel leaves out, between the groups of HYBRID_SHARD, under "
-            "NO_SHARD, or beside data parallel), declare over which ranks a parameter is cut: "
-            "shard_group_fn=lambda p: getattr(p, 'device_mesh', None), or group_or_mesh; or "
-            "is_replicated_fn=lambda p: True"
+            "Several ranks have gradients of the same norm, and the norm of the model would count "
+            "them several times. FSDP shards, and DTensors on a part of the ranks, count as parts "
+            "of one model. They may be replicas: parameters outside the plan of tensor parallel, "
+            "shards of HYBRID_SHARD or NO_SHARD, or a mesh beside data parallel. Then pass the "
+            "group or mesh over which a parameter is cut, as in shard_group_fn=lambda p: "
+            "getattr(p, "
+            "'device_mesh', None), or pass is_replicated_fn=lambda p: True."
         )
     return None
 

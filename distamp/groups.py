@@ -21,10 +21,6 @@ GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 _AVAILABLE = dist.is_available()
 # By torch's newer name where there is, which does not warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_DESTROYED = (
-    "The process group of this guard or scaler was destroyed. Set guard.process_group or "
-    "scaler.process_group to the new group (None is the default group)"
-)
 
 
 class Group:
@@ -33,10 +29,15 @@ class Group:
     Args:
         process_group: The group every message of the scaler goes through.
         preferred: The device of the loss scale; used where the group's backend can read it.
+        owner: The noun for the object that sends, in errors: "guard" or "scaler". None for a call
+            without such an object.
     """
 
-    def __init__(self, process_group: ProcessGroup, preferred: torch.device) -> None:
+    def __init__(
+        self, process_group: ProcessGroup, preferred: torch.device, owner: str | None = None
+    ) -> None:
         self.process_group = process_group
+        self.owner = owner
         self.preferred = preferred
         self.size = dist.get_world_size(process_group)
         self.global_ranks = dist.get_process_group_ranks(process_group)
@@ -70,11 +71,15 @@ def check_group(process_group: object) -> None:
         )
 
 
-def resolve(given: GroupLike) -> ProcessGroup | None:
+def resolve(given: GroupLike, owner: str | None = None) -> ProcessGroup | None:
     """Return the group to send through now; None where torch.distributed is not initialised.
 
     A mesh stands for all its dimensions as one group. A mesh as large as the default group is that
     group; only a smaller mesh of several dimensions needs a group of its own, made by its members.
+
+    Args:
+        given: The group as the user passed it.
+        owner: As in `Group`.
 
     Raises:
         CallOrderError: An explicit group was destroyed.
@@ -83,12 +88,12 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     if given is None:
         return world  # type: ignore[no-any-return]
     if world is None:
-        raise CallOrderError(_DESTROYED)
+        raise CallOrderError(_destroyed_text(owner))
     if isinstance(given, ProcessGroup):
         try:
             dist.get_rank(given)  # unlike get_world_size, refuses a group that is gone
         except (ValueError, RuntimeError) as error:
-            raise CallOrderError(f"{_DESTROYED} ({error})") from None
+            raise CallOrderError(f"{_destroyed_text(owner)} ({error})") from None
         return given
     if given.ndim == 1:
         return given.get_group()
@@ -97,6 +102,18 @@ def resolve(given: GroupLike) -> ProcessGroup | None:
     ranks = sorted(int(rank) for rank in given.mesh.flatten())
     group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+def _destroyed_text(owner: str | None) -> str:
+    if owner is None:
+        return (
+            "The group that was passed as process_group= was destroyed. Pass the new group (None "
+            "is the default group)."
+        )
+    return (
+        f"The process group of this {owner} was destroyed. Set {owner}.process_group to the new "
+        "group (None is the default group)."
+    )
 
 
 def _message_device(process_group: ProcessGroup, preferred: torch.device) -> torch.device:
@@ -110,15 +127,16 @@ def _message_device(process_group: ProcessGroup, preferred: torch.device) -> tor
 
 
 def reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
-    """Call a collective; where it fails, say what it likely was."""
+    """Call a collective; if it fails, raise an error that has the likely causes."""
     try:
         collective(*given)
     except RuntimeError as error:
+        call = "the same call" if group.owner is None else f"the same call of its {group.owner}"
+        disabled = ", or its scaler is disabled" if group.owner == "scaler" else ""
         raise RankMismatchError(
-            f"rank {group.global_rank} lost its peers. A rank died, or it did not make the same "
-            "call of the guard or scaler within the group's timeout, or its guard or scaler is "
-            "disabled. If only some ranks train, make a group of those ranks and pass it as "
-            f"process_group=. ({error})"
+            f"Rank {group.global_rank} lost its peers. A rank died, or it did not make {call} "
+            f"within the group's timeout{disabled}. If only some ranks train, make a group of "
+            f"those ranks and pass it as process_group=. ({error})"
         ) from error
 
 

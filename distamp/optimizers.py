@@ -50,8 +50,11 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
     attributes: Mapping[str, Any] = getattr(optimizer, "__dict__", _NOTHING)
     if _INSIDE.isdisjoint(attributes) or not hasattr(optimizer, "consolidate_state_dict"):
         return None
-    held = [attributes[name] for name in _HOLDING if name in attributes]
-    return next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
+    candidates = [attributes[name] for name in _HOLDING if name in attributes]
+    for candidate in candidates:
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
+    return None
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -135,7 +138,7 @@ def methods_beyond_torch(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]
 
 
 def describe(optimizer: Any) -> str:
-    """Return class, number of parameters and elements, for messages to people."""
-    parameters = parameters_of(optimizer)
-    elements = sum(p.numel() for p in parameters)
-    return f"{type(optimizer).__name__} over {len(parameters)} parameters ({elements:,} elements)"
+    """Return the class and the number of parameters, for messages: "AdamW (12 parameters)"."""
+    count = len(parameters_of(optimizer))
+    plural = "" if count == 1 else "s"
+    return f"{type(optimizer).__name__} ({count} parameter{plural})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import math
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from distamp.errors import ConfigError
+from distamp.errors import ConfigError, similar_names
 from distamp.module_names import module_names
 
 __all__ = ["APEX_NAMES", "LEVELS", "PrecisionLevel"]
@@ -138,10 +137,20 @@ class PrecisionLevel:
         if scale != "dynamic" and not number:
             raise ConfigError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
         for pattern, pin in self.pins:
-            if not isinstance(pattern, str) or pin not in _PINS:
+            if not isinstance(pattern, str):
                 raise ConfigError(
-                    "module_precision must have shell patterns over module names, each with one of "
-                    f"{list(_PINS)}, not {pattern!r}: {pin!r}"
+                    f"module_precision= has the key {pattern!r}. Its keys must be shell patterns "
+                    "over "
+                    "module names, as in {'*.norm': 'fp32'}."
+                )
+            if pin not in _PINS:
+                quoted = map(repr, _PINS)
+                choices = ", ".join(quoted)
+                hint = similar_names(pin, _PINS)
+                raise ConfigError(
+                    f"module_precision= has no precision {pin!r} for the pattern {pattern!r}. "
+                    "Choose from "
+                    f"{choices}. {hint}"
                 )
 
     @classmethod
@@ -247,41 +256,39 @@ class PrecisionLevel:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _unknown_level_text(level: object) -> str:
+    """Return an error message for a level that does not exist, with a similar level."""
+    name = str(level)
+    name = name.removeprefix("torch.")
+    if name.startswith("0"):
+        hint = f"Did you mean 'O{name[1:]}', with the letter O?"
+    else:
+        hint = similar_names(name, list(LEVELS))
+    quoted = map(repr, LEVELS)
+    choices = ", ".join(quoted)
+    return f"There is no level {level!r:.80}. Choose from {choices}. {hint}"
+
+
 def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(module_precision, Mapping):
         raise ConfigError(
-            "module_precision must map patterns over module names to precisions, as in "
-            f"{{'*.norm': 'fp32'}}, not {module_precision!r:.80}"
+            "module_precision= must map patterns over module names to precisions, as in "
+            f"{{'*.norm': 'fp32'}}, not {module_precision!r:.80}."
         )
     return tuple(module_precision.items())
 
 
 def _level_named(name: object) -> PrecisionLevel:
-    """Return the row of `LEVELS` that a name, an alias of Apex's or a dtype stands for.
+    """Return the row of `LEVELS` for its name, Apex's name of it or a dtype.
 
     Raises:
-        ConfigError: There is no such level. The error names similar ones.
+        ConfigError: There is no such level. The error names a similar one.
     """
     key = _SHORT.get(name) if isinstance(name, torch.dtype) else name
-    if isinstance(key, str):
-        key = key.lower()
-        row = _BY_LOWER_NAME.get(key)
-        if row is not None:
-            return row
-    hint = ""
-    if isinstance(key, str):
-        if key.startswith("0"):
-            hint = f" Did you mean {'O' + key[1:]!r}, with the letter O?"
-        elif getattr(torch, key, None) in _SHORT:
-            hint = f" Did you mean {_SHORT[getattr(torch, key)]!r}?"
-        else:
-            similar = difflib.get_close_matches(key, _BY_LOWER_NAME, n=1)
-            if similar:
-                hint = f" Did you mean {_BY_LOWER_NAME[similar[0]].name!r}?"
-    raise ConfigError(
-        f"There is no level {name!r}. Choose one of {', '.join(map(repr, LEVELS))}, or Apex's 'O0' "
-        f"to 'O3'.{hint}"
-    )
+    row = _BY_LOWER_NAME.get(key.lower()) if isinstance(key, str) else None
+    if row is None:
+        raise ConfigError(_unknown_level_text(name))
+    return row
 
 
 def _number(value: object) -> object:

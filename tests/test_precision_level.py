@@ -104,7 +104,7 @@ def test_overrides_are_spelled_as_in_apex(given, field, value):
         ("fp16-O2", {"loss_scale": "static"}, "must be 'dynamic' or a number > 0"),
         ("fp16-O2", {"loss_scale": True}, "must be 'dynamic' or a number > 0"),
         ("02", {}, "Did you mean 'O2', with the letter O"),
-        ("O4", {}, "There is no level 'O4'. Choose one of"),
+        ("O4", {}, "There is no level 'O4'. Choose from"),
         ("bf16-02", {}, "Did you mean 'bf16-O2'"),
         (torch.float64, {}, "There is no level torch.float64"),
         (None, {}, "There is no level None"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from distamp.errors import RankMismatchError
+from distamp.errors import RankMismatchError, lines_by_rank
 
 __all__ = ["Hosts", "Row", "agreed", "hosts_of"]
 
@@ -56,18 +56,16 @@ def agreed(what: str | None, group: ProcessGroup, ranks_per_host: int | None = N
     row = Row(dist.get_rank(), socket.gethostname(), local, ranks_per_host, what, name)
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, row, group=group)
-    said: dict[str, list[int]] = {}
-    for each in rows:
-        text = each.what or "none, because it raised another error"
-        if each.ranks_per_host is not None:
-            text += f", ranks_per_host={each.ranks_per_host}"
-        said.setdefault(text, []).append(each.rank)
-    if len(said) > 1 or rows[0].what is None:
-        parts = (f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
-        raise RankMismatchError(
-            f"the ranks register different hooks: {'; '.join(parts)}. Give every rank the same "
-            "format and model"
-        )
+    text_by_rank: list[tuple[int, str]] = []
+    for row in rows:
+        text = row.what or "no hook, because it raised another error"
+        if row.ranks_per_host is not None:
+            text += f", ranks_per_host={row.ranks_per_host}"
+        text_by_rank.append((row.rank, text))
+    if len({text for _, text in text_by_rank}) > 1 or rows[0].what is None:
+        head = "The ranks register different communication hooks, and none was registered:"
+        fix = "Pass the same model, format and ranks_per_host= on every rank."
+        raise RankMismatchError("\n".join([head, *lines_by_rank(text_by_rank), fix]))
     return hosts_of(rows)
 
 

@@ -62,6 +62,7 @@ def register_comm_hook(
     Raises:
         ValueError: The format is unknown; FSDP2 has a hook already; replicas hold another
             shard; the format is no narrower than gradients; the group is not so many hosts.
+        RuntimeError: A DDP or FSDP1 model has a hook of `register_comm_hook` already.
         RuntimeError, AssertionError: torch's own, of a DDP or FSDP1 model that takes no hook.
         TypeError: The model is none of these wrappers, or replicas are no ProcessGroup (a
             DeviceMesh, for example).
@@ -85,9 +86,16 @@ def register_comm_hook(
             )
         if wrapped.refused is not None:
             raise ValueError(wrapped.refused)
+        if not sharded and hook_of(model) is not None:
+            name = type(torch_compat.not_compiled(model)).__name__
+            raise RuntimeError(
+                f"This {name} has a communication hook already, and torch takes one for each "
+                "wrapper. Call register() or pass comm_hook= once. For another format wrap the "
+                "model again."
+            )
         gathers = None if param_format is None else comm_format(param_format)
         chosen = _fitting(format, wrapped)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         failure = error
     found: dict[ProcessGroup, Hosts] = {}
     asked = f"{format} for {wrapped.what}" + (

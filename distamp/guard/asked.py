@@ -104,6 +104,8 @@ class Asked:
     _per_optimizer_states: dict[int, dict[str, Any]]
     #: Whether gradients are divided by a loss scale.
     _divides: bool
+    #: The noun for this object in messages.
+    _noun: str
     #: What gradients are divided by.
     get_scale: Callable[[], float]
 
@@ -257,8 +259,13 @@ class Asked:
         norm = self._guard.norm if optimizer is None else None
         norm = norm if state is None else state.norm
         if norm is None:
+            of = ""
+            if optimizer is not None:
+                kind = type(unwrapped(optimizer))
+                of = f" of this {kind.__name__}"
             raise CallOrderError(
-                "grad_norm() was called before a norm was measured: by step(optimizer, max_norm=)"
+                f"grad_norm() was called before a norm{of} was measured. Pass max_norm= to step(), "
+                "or call clip_grad_norm_()."
             )
         if isinstance(norm, float):
             norm = torch.full((), norm, dtype=torch.float32, device="cpu")
@@ -271,7 +278,8 @@ class Asked:
         if state is None:
             raise CallOrderError(
                 f"{question}() was called before {before} for this "
-                f"{type(unwrapped(optimizer)).__name__}"
+                f"{type(unwrapped(optimizer)).__name__}. Call it after that, and pass the same "
+                "optimizer."
             )
         return state
 
@@ -309,13 +317,13 @@ class Asked:
         if not overflows and local:
             raise CallOrderError(
                 f"nonfinite_report(local=True) found no inf or NaN in any gradient of rank "
-                f"{own.ranks.rank}. Call nonfinite_report() on every rank to see those of the "
-                "others"
+                f"{own.ranks.rank}. Call nonfinite_report() on every rank to see the gradients of "
+                "the other ranks."
             )
         if not overflows:
             raise CallOrderError(
-                "nonfinite_report() found no inf or NaN in any gradient of any rank: call it after "
-                "a skipped step and before zero_grad()"
+                "nonfinite_report() found no inf or NaN in any gradient of any rank. Call it after "
+                "a skipped step and before zero_grad()."
             )
         scale = None if self._per_optimizer_states else own.skipped_at
         scale = self.get_scale() if scale is None else scale
@@ -381,4 +389,4 @@ class Asked:
     def process_group(self, process_group: GroupLike) -> None:
         check_group(process_group)
         self._guard.ranks.settle()  # what the ranks of the old group differ in is raised by all
-        self._guard.ranks = Ranks(process_group)
+        self._guard.ranks = Ranks(process_group, self._noun)

@@ -12,7 +12,7 @@ from distamp import clipping, host
 from distamp.errors import ConfigError
 from distamp.guard.ranks import Flag
 
-__all__ = ["NO_VERDICT", "ByNorm", "Verdict"]
+__all__ = ["NO_VERDICT", "ByNorm", "Verdict", "declared_text"]
 
 
 class ByNorm(NamedTuple):
@@ -59,15 +59,18 @@ class ByNorm(NamedTuple):
         return [self.is_replicated_fn is not None, self.shard_group_fn is not None]
 
     @property
-    def call(self) -> str:
-        """The call as ranks compare it, without a limit that lies on a device."""
-        limit = "a tensor" if isinstance(self.skip_norm_above, Tensor) else self.skip_norm_above
-        return f"step(max_norm={self.max_norm}, skip_norm_above={limit})"
-
-    @property
     def text(self) -> str:
-        """The declarations as ranks compare them."""
-        return f", declared={self.declared}"
+        """The arguments as ranks compare them, without a limit that lies on a device."""
+        text = declared_text(self.is_replicated_fn, self.shard_group_fn)
+        if self.max_norm is None and self.skip_norm_above is None:
+            text += "\ntogether=True"
+        if self.max_norm is not None:
+            text += f"\nmax_norm={self.max_norm}"
+        if isinstance(self.skip_norm_above, Tensor):
+            text += "\nskip_above=a tensor"
+        elif self.skip_norm_above is not None:
+            text += f"\nskip_above={self.skip_norm_above}"
+        return text
 
     def verdict(self, total: float | Tensor) -> Verdict:
         """Return what follows from the square of the norm, the same on all ranks."""
@@ -79,20 +82,34 @@ class ByNorm(NamedTuple):
             factor = 1.0
             if self.max_norm is not None and finite and not is_above_limit:
                 factor = min(1.0, self.max_norm / (norm + 1e-6))
-            return Verdict(norm, not finite, is_above_limit, factor)
+            return Verdict(norm, not finite, is_above_limit, factor, limit)
         exact = total.sqrt()
         is_finite = exact.isfinite()
         clip = torch.ones_like(exact)
         if self.max_norm is not None:
             clip = torch.where(is_finite, (self.max_norm / (exact + 1e-6)).clamp_(max=1.0), 1.0)
         spike: Flag = False
+        above: float | Tensor = math.inf
         if self.skip_norm_above is not None:
             above = self.skip_norm_above
             above = host.moved(above, exact.device) if isinstance(above, Tensor) else above
             is_above = (exact > above).logical_and_(is_finite)
             clip = torch.where(is_above, 1.0, clip)
             spike = is_above.float()
-        return Verdict(exact.float(), is_finite.logical_not().float(), spike, clip.float())
+        is_not_finite = is_finite.logical_not()
+        return Verdict(exact.float(), is_not_finite.float(), spike, clip.float(), above)
+
+
+def declared_text(
+    is_replicated_fn: clipping.Declared | None, shard_group_fn: clipping.Declared | None
+) -> str:
+    """Return a line for each declaration that was given, as ranks compare them."""
+    text = ""
+    if is_replicated_fn is not None:
+        text += "\nreplicated=..."
+    if shard_group_fn is not None:
+        text += "\nsharded=..."
+    return text
 
 
 class Verdict(NamedTuple):
@@ -103,12 +120,14 @@ class Verdict(NamedTuple):
         found: Whether it is not finite.
         spike: Whether it lies above the limit.
         factor: What gradients are multiplied by; at most 1, and 1 where the step is skipped.
+        limit: The value of ``skip_norm_above``; inf without one.
     """
 
     norm: float | Tensor
     found: Flag
     spike: Flag
     factor: float | Tensor
+    limit: float | Tensor = math.inf
 
 
 #: Where no norm decides.

@@ -108,10 +108,15 @@ def refuse_positional(optimizer: Any, args: tuple[Any, ...]) -> None:
         return
     kind: Any = type(stepping(optimizer))
     if names_of_step(kind)[:1] == ("closure",):
+        value = args[0]
+        text = f"{value!r:.80}"
+        max_norm = "1.0"
+        if isinstance(value, (int, float)):
+            max_norm = text
         raise TypeError(
-            f"step(optimizer, {args[0]!r:.80}) passes {args[0]!r:.80} to {kind.__name__}.step as "
-            "its closure, and it cannot be called. The arguments of a guard or scaler are given by "
-            "name, such as step(optimizer, max_norm=1.0)."
+            f"step(optimizer, {text}) passes {text} to {kind.__name__}.step as its closure, and a "
+            "closure must be a function. max_norm is a keyword: step(optimizer, "
+            f"max_norm={max_norm})."
         )
 
 

@@ -172,18 +172,22 @@ def check_unscale(record: dict[str, Any]) -> None:
     """Refuse ``unscale_`` where it was called already, with torch's own words."""
     if record["stage"] is OptState.UNSCALED:
         raise CallOrderError(
-            "unscale_() has already been called on this optimizer since the last update()."
+            "unscale_() has already been called on this optimizer since the last update(). Call it "
+            "once in each iteration, and update() at the end."
         )
     if record["stage"] is OptState.STEPPED:
-        raise CallOrderError("unscale_() is being called after step().")
+        raise CallOrderError(
+            "unscale_() is being called after step(). Call it before step(), or call update() to "
+            "begin the next iteration."
+        )
 
 
 def check_step(record: dict[str, Any]) -> None:
     """Refuse a second ``step``, also after a ``step`` that raised, in torch's words first."""
     if record["stage"] is OptState.STEPPED:
         raise CallOrderError(
-            "step() has already been called since the last update(). After a step that raised, "
-            "call zero_grad() and update() before the next loss is scaled."
+            "step() has already been called since the last update(). Call update() once at the end "
+            "of each iteration. After a step that raised, call zero_grad() and update()."
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distamp.errors import ranks_text
 from distamp.fsdp_params import sharded_params
 from distamp.gradients import local_gradients, local_of
 from distamp.optimizers import describe, parameter_names, parameters_of
@@ -190,14 +191,14 @@ class Skip(NamedTuple):
     @property
     def first_bad(self) -> str:
         """The names that the ranks sent, as text; ranks with the same name once."""
-        ranks_by_name: dict[str, list[str]] = {}
+        ranks_by_name: dict[str, list[int]] = {}
         for rank, name in zip(self.ranks or (), self.bad_names, strict=False):
             if name:
-                ranks_by_name.setdefault(name, []).append(str(rank))
+                ranks_by_name.setdefault(name, []).append(rank)
         if len(ranks_by_name) == 1:
             return f", first in {next(iter(ranks_by_name))}"
         parts = [
-            f"{name} (rank{'' if len(ranks) == 1 else 's'} {', '.join(ranks)})"
+            f"{name} ({ranks_text(ranks)})"
             for name, ranks in itertools.islice(ranks_by_name.items(), _MOST_NAMES)
         ]
         more = len(ranks_by_name) - len(parts)
@@ -206,7 +207,7 @@ class Skip(NamedTuple):
 
 
 def log_skip(optimizer: Any, skip: Skip, names: dict[Tensor, str]) -> None:
-    """Say at INFO that a step of ``optimizer`` was skipped, and why.
+    """Log at INFO that a step of ``optimizer`` was skipped, and why.
 
     Args:
         optimizer: Which was not stepped.
@@ -220,25 +221,25 @@ def log_skip(optimizer: Any, skip: Skip, names: dict[Tensor, str]) -> None:
     if not first and skip.as_it_was:
         named = gradients_by_name([optimizer], names)
         first = next((f", first in {overflow.name}" for overflow in find_overflows(named, 0)), "")
-    some = "s" if ranks and len(ranks) > 1 else ""
-    where = f" on rank{some} {', '.join(map(str, ranks))}" if ranks else ""
+    where = f" on {ranks_text(ranks)}" if ranks else ""
+    sentences = [
+        f"Skipped step {skip.step} of {describe(optimizer)}{skip.at}: inf or NaN in the gradients"
+        f"{where}{first}."
+    ]
     spoilt = ", ".join(_spoilt(names))
-    log.info(
-        "step %d of %s was skipped: inf or NaN in the gradients%s%s%s%s",
-        skip.step,
-        describe(optimizer),
-        where,
-        first,
-        skip.at,
-        f"; the forward pass left inf or NaN in {spoilt}, which a skip does not undo"
-        * bool(spoilt),
-    )
+    if spoilt:
+        sentences.append(
+            f"The forward pass left inf or NaN in {spoilt}, which a skip does not undo."
+        )
+    if not names and not any(group.get("param_names") for group in optimizer.param_groups):
+        sentences.append("Pass named_parameters= for names.")
+    log.info("%s", " ".join(sentences))
 
 
-def log_spike(logger: str, optimizer: Any, step: int) -> None:
-    """Say at INFO that a step was skipped for its norm."""
-    text = "step %d of %s was skipped: spike, the norm of the gradients lies above skip_norm_above"
-    logging.getLogger(logger).info(text, step, describe(optimizer))
+def log_spike(logger: str, optimizer: Any, step: int, norm: float, limit: float) -> None:
+    """Log at INFO that a step was skipped because its norm lay above the limit."""
+    text = "Skipped step %d of %s: gradient norm %g exceeds skip_norm_above=%g."
+    logging.getLogger(logger).info(text, step, describe(optimizer), norm, limit)
 
 
 @torch.no_grad()

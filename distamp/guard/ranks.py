@@ -63,10 +63,12 @@ from distamp.errors import (
     GradientError,
     RankMismatchError,
     ReplicaMismatchError,
+    count_text,
+    lines_by_rank,
 )
 from distamp.groups import Group, GroupLike, reach, resolve
 
-__all__ = ["Absence", "Call", "Flag", "Found", "Problem", "Ranks"]
+__all__ = ["Absence", "Call", "Flag", "Found", "Problem", "Ranks", "mismatch_text"]
 
 #: Whether some rank overflowed: a bool where the host knows, else 0-d bool on a device.
 Flag: TypeAlias = "bool | Tensor"
@@ -134,13 +136,14 @@ class Problem(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one rank does, for all ranks to compare.
+    """The call of one rank, which all ranks compare.
 
     Args:
         name: ``unscale_``, ``step`` and ``step_all`` are one: they send the same message.
         kinds: Class names of its optimizers.
         places: In which order they came first.
-        settings: The scaler's, and the call's own, as text.
+        settings: The settings of the guard or scaler and the arguments of the call, each as a line
+            ``name=value``. An argument that was not given has no line.
         begun: Scale and growth tracker as they were last set from outside.
         scaled: Whether this rank ever scaled a loss.
     """
@@ -153,12 +156,17 @@ class Call(NamedTuple):
     scaled: bool
 
     def alike(self, counted: _Counted, late_settings: str = "") -> dict[str, Any]:
-        """Return what must be the same on every rank; some settings the host learns late."""
+        """Return the values that must be the same on every rank.
+
+        Args:
+            counted: The counters of this rank.
+            late_settings: Settings that lie on a device, as lines ``name=value``.
+        """
         return {
             "call": self.name,
             "iteration": counted.iteration,
             "steps": counted.steps,
-            "over": list(zip(self.kinds, self.places, strict=True)),
+            "optimizers": list(zip(self.kinds, self.places, strict=True)),
             "settings": self.settings + late_settings,
             "scale": self.begun[0],
             "growth_tracker": self.begun[1],
@@ -180,11 +188,14 @@ class Ranks:
     Args:
         given: As given by the user; resolved anew at each message, so that a group that was
             destroyed and made again is picked up.
-        lost: Why there is no group, where the guard or scaler was pickled with one.
+        owner: The noun for the object that has the ranks, in errors: "guard" or "scaler". None
+            for a call without such an object.
+        lost: Whether a pickle has left out the group.
     """
 
-    def __init__(self, given: GroupLike, lost: str | None = None) -> None:
+    def __init__(self, given: GroupLike, owner: str | None = None, lost: bool = False) -> None:
         self.given = given
+        self.owner = owner
         self.lost = lost
         # Counted from the first message over a group, so that a rank which joins can follow.
         self.iteration = 0
@@ -218,15 +229,10 @@ class Ranks:
 
     def __reduce__(self) -> Any:
         # A group cannot be pickled; the default one is found again.
-        lost = (
-            "The process group of this guard or scaler was left out of a pickle, because torch "
-            "cannot pickle one. Set guard.process_group or scaler.process_group to a group (None "
-            "is the default group)"
-        )
-        return Ranks, (None, None if self.given is None else lost)
+        return Ranks, (None, self.owner, self.given is not None)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        return Ranks(self.given, self.lost)
+        return Ranks(self.given, self.owner, self.lost)
 
     @property
     def rank(self) -> int:
@@ -252,15 +258,19 @@ class Ranks:
         Raises:
             CallOrderError: It is gone.
         """
-        if self.lost is not None:
-            raise CallOrderError(self.lost)
+        if self.lost:
+            raise CallOrderError(
+                f"The process group of this {self.owner} was left out of a pickle, because torch "
+                f"cannot pickle one. Set {self.owner}.process_group to a group (None is the "
+                "default group)."
+            )
         given = self.given
         # Whether it is a mesh is asked in Python, for which a small step need not wait.
         if given is not None and isinstance(given, DeviceMesh):
             if self._of_mesh is None:
-                self._of_mesh = resolve(given)
+                self._of_mesh = resolve(given, self.owner)
             given = self._of_mesh
-        return resolve(given)
+        return resolve(given, self.owner)
 
     def group(self, device: torch.device) -> Group | None:
         """Return the ranks to agree with, for a loss scale on ``device``; None if there are none.
@@ -282,7 +292,7 @@ class Ranks:
             self._next_place = 0
         elif group.preferred == device:
             return group
-        self._group = Group(process_group, device)
+        self._group = Group(process_group, device, self.owner)
         return self._group
 
     def restart(self) -> None:
@@ -490,8 +500,8 @@ class Ranks:
         Collective: every rank of `process_group` must call this.
 
         Args:
-            name: The name of the call, as the user typed it: "nonfinite_report()".
-            settings: Arguments that must be equal on all ranks, as text.
+            name: The call, as the user typed it: "nonfinite_report()".
+            settings: Arguments that must be equal on all ranks, each as a line ``name=value``.
             device: Where gradients lie. None: where the last message was, else the host.
             problem: The error of this rank, which every rank raises.
 
@@ -653,7 +663,7 @@ class Ranks:
 
         def read(values: list[float]) -> None:
             if not values[0] or problem is not None or not scales:
-                above = "" if limit is None else f", skip_norm_above={limit.item()}"
+                above = "" if limit is None else f"\nskip_above={limit.item()}"
                 self._compare(group, call, counted, problem, above, late=True)
             self.clips_agree = self.clips_agree and not values[4]
             for absence, count in zip(absences, values[1 + _HEAD :], strict=False):
@@ -712,11 +722,14 @@ class Ranks:
                 f"{text} (raised on rank {rank} in a call that sends nothing to the other ranks; "
                 "every rank stops here, at the next call that does)"
             )
-        _raise_if_differing(group, [theirs["alike"] for theirs in everyone])
+        text = mismatch_text([(rank, theirs["alike"]) for rank, theirs in by_rank])
+        if text:
+            raise RankMismatchError(text)
         if not any(theirs["scaled"] for theirs in everyone):
             raise CallOrderError(
                 f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
-                "your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+                "your script did not use scaler.scale(loss or outputs) earlier in the iteration. "
+                "Call scaler.scale(loss).backward() instead of loss.backward()."
             )
 
     def gather(self, value: Any, group: Group | None = None) -> list[Any]:
@@ -743,8 +756,8 @@ def _digest_bits(size: int) -> int:
 def _refuse_large(size: int) -> None:
     if size > _MOST_RANKS:
         raise CallOrderError(
-            f"a group of {size} ranks is larger than the {_MOST_RANKS} whose digests a message "
-            "adds up exactly. Agree over a smaller group: process_group="
+            f"A group of {size} ranks is too large, because a message adds up the digests of "
+            f"{_MOST_RANKS} ranks at most. Pass a smaller group as process_group=."
         )
 
 
@@ -778,38 +791,120 @@ def _raise_if_diverged(by_rank: Sequence[tuple[int, dict[str, Any]]]) -> None:
     failures = [(rank, theirs["failure"]) for rank, theirs in by_rank]
     if len({failure for _, failure in failures}) == 1:
         return
-    lines = [f"  rank {rank}: {failure[1]}" for rank, failure in failures if failure is not None]
-    raise RankMismatchError(
-        "the replicas have diverged: after the ranks had agreed to step, the step raised on\n"
-        + "\n".join(lines)
-        + "\nOther ranks completed this step, so weights and optimizer state differ between ranks "
-        "now. Load a checkpoint on every rank, of the model, the optimizer and any scaler, or "
-        "start again."
-    )
-
-
-def _raise_if_differing(group: Group, alike: Sequence[dict[str, Any]]) -> None:
-    keys = [key for key in alike[0] if any(each[key] != alike[0][key] for each in alike)]
-    if not keys:
-        return
-    if "call" in keys and not all(each["over"] for each in alike):
-        keys = ["call"]  # A call without optimizers may belong to no guard, which has counters.
-    elif "call" in keys:  # whose settings differ anyway
-        keys = [key for key in keys if key in ("call", "iteration", "steps", "over")]
-    lines = [
-        f"  rank {rank}: " + ", ".join(f"{key}={each[key]!r}" for key in keys)
-        for rank, each in zip(group.global_ranks, alike, strict=True)
-    ]
+    lines = lines_by_rank((rank, failure[1]) for rank, failure in failures if failure is not None)
+    head = "The replicas have diverged, because a step raised after the ranks had agreed to step:"
     fix = (
-        "Every rank must make the same calls, with the same optimizers in the same order and the "
-        "same settings."
+        "The other ranks completed this step, so weights and optimizer state now differ between "
+        "the ranks. Load a checkpoint on every rank, of the model, the optimizer and any scaler, "
+        "or start again."
     )
-    if "iteration" in keys:
+    raise RankMismatchError("\n".join([head, *lines, fix]))
+
+
+_CALLS = "the call"
+_UPDATES = "the number of update() calls"
+_ORDER = "the order of calls"
+_OPTIMIZERS = "the optimizers"
+_SCALE = "the loss scale"
+_CLASS = "the class"
+#: The fields that one rank shows if ranks make different calls, whose settings differ anyway.
+_FIELDS_OF_CALLS = (_CALLS, _UPDATES, _ORDER, _OPTIMIZERS)
+
+
+def mismatch_text(compared: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """Return an error message with the fields that differ between ranks, "" if none does.
+
+    Args:
+        compared: Pairs of a rank and the result of `Call.alike` on it.
+    """
+    calls = [call for _, call in compared]
+    if all(call == calls[0] for call in calls):
+        return ""
+    kinds = {tuple(kind for kind, _ in call["optimizers"]) for call in calls}
+    steps = sorted({call["steps"] for call in calls})
+    fields_of = [
+        (rank, _fields_of(call, steps.index(call["steps"]), numbered=len(kinds) == 1))
+        for rank, call in compared
+    ]
+    every_name = dict.fromkeys(name for _, fields in fields_of for name in fields)
+    names = [name for name in every_name if len({fields.get(name) for _, fields in fields_of}) > 1]
+    if _CALLS in names:
+        # A call without optimizers may belong to no guard, which has counters.
+        shown = _FIELDS_OF_CALLS if all(call["optimizers"] for call in calls) else (_CALLS,)
+        names = [name for name in names if name in shown]
+    elif _CLASS in names:
+        names = [_CLASS]
+    if _UPDATES in names and _ORDER in names:
+        names.remove(_ORDER)  # It is counted from the same moment.
+    lines = lines_by_rank(
+        (rank, ", ".join(fields.get(name, f"no {name}") for name in names))
+        for rank, fields in fields_of
+    )
+    head = f"The ranks differ in {' and '.join(names)}. Nothing was stepped by this call."
+    return "\n".join([head, *lines, _fix_of(names)])
+
+
+def _fields_of(call: dict[str, Any], order: int, numbered: bool) -> dict[str, str]:
+    """Return the text of each field that ranks compare, by the name of the field.
+
+    Args:
+        call: The result of `Call.alike`.
+        order: The index of this rank's order of calls among the different ones.
+        numbered: Whether optimizers need their numbers, because their classes are equal.
+    """
+    optimizers = [
+        f"optimizer {place} ({kind})" if numbered else kind for kind, place in call["optimizers"]
+    ]
+    fields = {
+        _CALLS: _call_text(call["call"]),
+        _UPDATES: f"update() called {count_text(call['iteration'], 'time')}",
+        _ORDER: f"order {chr(ord('A') + order % 26)}",
+        _OPTIMIZERS: ", ".join(optimizers) or "no optimizer",
+        _SCALE: f"loss scale {call['scale']!r}",
+        "growth_tracker=": f"growth_tracker={call['growth_tracker']}",
+    }
+    name = ""
+    for line in call["settings"].split("\n"):
+        key, equals, _ = line.partition("=")
+        if equals and key.isidentifier():
+            name = _CLASS if key == "class" else f"{key}="
+            fields[name] = line.removeprefix("class=")
+        elif name:  # A value whose text has several lines, such as a matrix.
+            fields[name] += f" {line.strip()}"
+    return fields
+
+
+def _call_text(name: str) -> str:
+    if name == "step":  # These send the same message.
+        return "step(), step_all() or unscale_()"
+    return name if name.endswith(")") or " " in name else f"{name}()"
+
+
+def _fix_of(names: Sequence[str]) -> str:
+    """Return sentences on how to make ranks equal in the named fields."""
+    if not set(names) & set(_FIELDS_OF_CALLS):
+        if names == [_CLASS]:
+            return "Use a StepGuard on every rank, or a scaler on every rank."
+        fix = "Pass the same value on every rank."
+        if _SCALE in names or "growth_tracker=" in names:
+            fix += (
+                " A scaler gets its scale from init_scale=, update(new_scale) or its loaded state."
+            )
+        return fix
+    fix = (
+        "Every rank must make the same calls in the same order, with the same optimizers, "
+        "settings and arguments."
+    )
+    if _ORDER in names:
+        fix += (
+            " One rank left out a step() after unscale_(), or made it with another optimizer, or "
+            "it alone called update(new_scale)."
+        )
+    if _OPTIMIZERS in names:
+        fix += " Optimizers are numbered in the order of their first step."
+    if _UPDATES in names:
         fix += (
             " One rank left out an update(), or it alone called load_state_dict(), copy.deepcopy "
-            "or pickle, after which iterations count from 0."
+            "or pickle, after which the number of update() calls starts at 0 again."
         )
-    raise RankMismatchError(
-        "the ranks are not in lockstep; nothing was stepped by this call. They have\n"
-        + "\n".join([*lines, fix])
-    )
+    return fix

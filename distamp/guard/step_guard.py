@@ -82,6 +82,7 @@ class StepGuard(Steps):
     """
 
     _divides = False
+    _noun = "guard"
     _logger = "distamp.guard"
     _collapse = NonFiniteGradientsError
 
@@ -93,7 +94,7 @@ class StepGuard(Steps):
     ) -> None:
         names = names_of(named_parameters)
         check_group(process_group)
-        self._start(Ranks(process_group), checked_limit(max_consecutive_skips))
+        self._start(Ranks(process_group, self._noun), checked_limit(max_consecutive_skips))
         self._guard.names = names
 
     def _start(self, ranks: Ranks, limit: int | None) -> None:
@@ -178,7 +179,7 @@ class StepGuard(Steps):
         return {found_inf.device: found_inf.copy_(power.isfinite().logical_not())}
 
     def _compared(self, divisor: Tensor) -> tuple[str, tuple[float, int], bool]:
-        return f"StepGuard(max_consecutive_skips={self._guard.limit})", (1.0, 0), True
+        return f"class=StepGuard\nmax_consecutive_skips={self._guard.limit}", (1.0, 0), True
 
     def _allows_fp16(self, only_check: bool) -> bool:
         return True

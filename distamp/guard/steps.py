@@ -27,11 +27,12 @@ from distamp.errors import (
     LossScaleCollapseError,
     NonFiniteGradientsError,
     ReplicaMismatchError,
+    count_text,
 )
 from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums
 from distamp.guard import overflow
-from distamp.guard.by_norm import NO_VERDICT, ByNorm, Verdict
+from distamp.guard.by_norm import NO_VERDICT, ByNorm, Verdict, declared_text
 from distamp.guard.kernels import (
     leaves_garbage,
     names_of_step,
@@ -85,7 +86,7 @@ def checked_limit(limit: Any) -> int | None:
         ConfigError: It is no integer >= 1.
     """
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ConfigError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}")
+        raise ConfigError(f"max_consecutive_skips must be an integer >= 1 or None, not {limit!r}.")
     return limit
 
 
@@ -113,11 +114,12 @@ def _raise_if_absent(optimizer: Any, company: Sequence[Absence]) -> None:
     if not company or not all(absence.everywhere for absence in company):
         return
     others = len(company) - 1
-    more = f", nor of the other {others} in this call" if others else ""
+    more = f", nor of the {count_text(others, 'other optimizer')} in this call" if others else ""
     raise CallOrderError(
         "No inf checks were recorded for this optimizer. No rank has a gradient of "
         f"{describe(optimizer)}{more}. Call backward() before step(), and zero_grad() only after "
-        "it. An optimizer that steps inside of the backward pass cannot be guarded: step it here"
+        "it. An optimizer that steps inside of the backward pass cannot be guarded, so step it "
+        "here."
     )
 
 
@@ -146,6 +148,13 @@ def _is_inf(norm_type: Any) -> bool:
         return False
 
 
+def _number_on(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as 0-d float32 on a device, without a wait."""
+    if isinstance(value, Tensor):
+        return host.moved(value.float(), device)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def _as_divisor(factor: float | Tensor, device: torch.device) -> Tensor:
     """Return 1 / factor as 0-d float32: what a kernel divides by; a factor of 0 clears."""
     if isinstance(factor, Tensor):
@@ -170,6 +179,7 @@ class Steps(Joins):
 
     #: Whether gradients are divided by anything.
     _divides = True
+    _noun = "scaler"
     _logger = "distamp.scaler"
     _collapse: type[NonFiniteGradientsError] = LossScaleCollapseError
 
@@ -291,7 +301,10 @@ class Steps(Joins):
             if error is not None:
                 raise error
             if len(ones) > 1 and len({id(one.record) for one in ones}) < len(ones):
-                raise CallOrderError("one optimizer was given twice; each is stepped once")
+                raise CallOrderError(
+                    "One optimizer was given twice in one call, and each can be stepped once. Pass "
+                    "each optimizer once."
+                )
             looked = True
             look()
         except Exception as raised:
@@ -461,7 +474,7 @@ class Steps(Joins):
         # What was found, as by a clip over more than these, stays found.
         total = _unless_found(square, before, device) if before else square
         if group is not None:
-            call = self._call(by.call, divisor, ones, by.text)
+            call = self._call("step", divisor, ones, by.text)
             try:
                 known, declared = own.ranks.compared
                 asks = count > known or declared != by.declared
@@ -636,10 +649,7 @@ class Steps(Joins):
             check_step(one.record)
             refuse_positional(optimizer, args)
             if (args or kwargs) and find_closure(args, kwargs) is not None:
-                raise CallOrderError(
-                    "Closure use is not currently supported if GradScaler is enabled, as in torch, "
-                    "nor by a StepGuard. In float32 or bfloat16 call optimizer.step(closure) itself"
-                )
+                raise CallOrderError(self._closure_text())
         except Exception as error:
             self._refuse_step(divisor, [one], by, error)
             raise
@@ -791,7 +801,8 @@ class Steps(Joins):
             by = by.checked()
             # A step that is skipped does not clip, so the norm is measured first.
             chosen, norm = measure_unscaled(
-                f"{by.call} of a disabled scaler",
+                "step() of a disabled scaler",
+                by.text.strip("\n"),
                 functools.partial(clipping.choose_all_unscaled, optimizers),
                 2.0,
                 self._guard.ranks.process_group,
@@ -834,7 +845,7 @@ class Steps(Joins):
         if not ranks.iteration:  # as a rank counts that joins now
             state.counts = (*state.counts[:2], 0, state.counts[3])
         flags = list(record["found_inf_per_device"].values())
-        _, _, spike, factor = verdict
+        spike, factor = verdict.spike, verdict.factor
         skip: Flag
         on_host = False
         # What waits for the device comes first: ranks learn there in what they differ.
@@ -881,9 +892,9 @@ class Steps(Joins):
         if self._guard.hooks:
             self._tell_hooks(one, skip)
         if isinstance(skip, Tensor):
-            self._count_later(one, state, skip, divisor, spike, company)
+            self._count_later(one, state, skip, divisor, spike, company, verdict)
         else:
-            self._count(one, state, skip, divisor, bool(spike))
+            self._count(one, state, skip, divisor, verdict if spike else None)
         return result
 
     def _step_fused(
@@ -960,6 +971,19 @@ class Steps(Joins):
             return None
         return optimizer.step(*args, **kwargs)
 
+    def _closure_text(self) -> str:
+        """Return why ``step`` refuses a closure, with torch's own words first for a scaler."""
+        reason = "A closure computes other gradients inside of the step than the ranks agreed on."
+        if self._divides:
+            return (
+                f"Closure use is not currently supported if GradScaler is enabled. {reason} Train "
+                "in float32 or bfloat16 without a scaler, and call optimizer.step(closure)."
+            )
+        return (
+            f"Closure use is not supported by a StepGuard. {reason} Call optimizer.step(closure) "
+            "without the guard."
+        )
+
     # -- what a step leaves ------------------------------------------------------------------------
 
     def _pass_over(self, one: Resolved) -> None:
@@ -982,9 +1006,12 @@ class Steps(Joins):
         divisor: Tensor,
         spike: Flag,
         company: Sequence[Absence],
+        verdict: Verdict,
     ) -> None:
         """Count a step when the host learns of it."""
-        values = [skip, divisor, as_tensor(spike, skip.device)]
+        device = skip.device
+        values = [skip, divisor, as_tensor(spike, device)]
+        values += [_number_on(verdict.norm, device), _number_on(verdict.limit, device)]
         if one.own is not None:
             values.append(as_tensor(one.own, skip.device))
         seen = replace(one, given=None, inside=None, stepping=None, record={})
@@ -995,8 +1022,9 @@ class Steps(Joins):
                 if company[0] is seen.absence:  # once for all optimizers of the call
                     _raise_if_absent(seen.holder, company)
                 return
-            seen.own = bool(v[3]) if v[3:] else None
-            self._count(seen, state, bool(v[0]), v[1], bool(v[2]))
+            seen.own = bool(v[5]) if v[5:] else None
+            above = Verdict(v[3], found=False, spike=True, factor=1.0, limit=v[4])
+            self._count(seen, state, bool(v[0]), v[1], above if v[2] else None)
 
         self._guard.ranks.later(torch.stack(values), read)
 
@@ -1006,22 +1034,31 @@ class Steps(Joins):
         state: OptimizerState,
         skipped: bool,
         divisor: float | Tensor,
-        spiked: bool,
+        above_limit: Verdict | None,
     ) -> None:
-        """Count a step that the host knows of."""
+        """Count a step that the host knows of.
+
+        Args:
+            one: The optimizer.
+            state: Its state.
+            skipped: Whether its step was skipped.
+            divisor: The divisor of its gradients.
+            above_limit: The verdict if the step was skipped because its norm lay above the limit.
+        """
         taken, before, in_a_row, norm_skips = state.counts
         number, own = taken + before + norm_skips + 1, self._guard
         if not skipped:
             state.counts = (taken + 1, before, 0, norm_skips)
             return
-        if spiked:
+        if above_limit is not None:
             state.counts = (taken, before, in_a_row, norm_skips + 1)
             if own.ranks.is_first:
-                overflow.log_spike(self._logger, one.holder, number)
+                norm, limit = float(above_limit.norm), float(above_limit.limit)
+                overflow.log_spike(self._logger, one.holder, number, norm, limit)
             return
         own.skipped_at = float(divisor)
         state.counts = (taken, before + 1, in_a_row + 1, norm_skips)
-        at = f", at loss scale {own.skipped_at:g}" if self._divides else ""
+        at = f" at loss scale {own.skipped_at:g}" if self._divides else ""
         ranks, speaks = one.ranks, own.ranks.is_first
         if ranks is None and one.own is not None:  # each rank knows of itself alone
             ranks, speaks = (own.ranks.rank,), bool(one.own)
@@ -1032,9 +1069,13 @@ class Steps(Joins):
             overflow.log_skip(one.holder, skip, own.names)
         if own.limit is not None and in_a_row + 1 == own.limit:
             state.counts = (taken, before + 1, 0, norm_skips)
+            head = "1 step was" if own.limit == 1 else f"{own.limit} steps in a row were"
             raise self._collapse(
-                f"{own.limit} steps in a row were skipped{at}. Which gradients, and on which rank: "
-                "catch this, and before zero_grad() call nonfinite_report() on every rank"
+                f"{head} skipped{at}. {describe(one.holder)} had inf or NaN in its gradients each "
+                f"time, and max_consecutive_skips={own.limit} is the limit. To find the gradients "
+                f"and their ranks, catch this error and call {self._noun}.nonfinite_report() on "
+                "every rank before zero_grad(). To find the operation that made the first inf or "
+                "NaN, call distamp.find_first_nonfinite."
             )
 
     def _announce_update(self) -> None:
@@ -1053,7 +1094,10 @@ class Steps(Joins):
         """Refuse an update before any flag is there, except one that sets the scale."""
         records = self._per_optimizer_states.values()
         if new_scale is None and not any(record["found_inf_per_device"] for record in records):
-            raise CallOrderError("No inf checks were recorded prior to update.")
+            raise CallOrderError(
+                "No inf checks were recorded prior to update. Call step(optimizer) or "
+                "unscale_(optimizer) before update()."
+            )
 
     def _flags(self) -> list[Tensor]:
         """Return the flags of this iteration.
@@ -1185,13 +1229,13 @@ class Steps(Joins):
             return clipping.share_of_power(sums, 1 if group is None else group.size)
 
         adds_up = not _is_inf(norm_type)
-        declared = ByNorm(None, None, is_replicated_fn, shard_group_fn).declared
+        declared = declared_text(is_replicated_fn, shard_group_fn)
         differ, power = self._look(
             "clip_grad_norm_",
             divisor,
             ready,
             error=error,
-            arguments=f", max_norm={max_norm}, norm_type={norm_type}, declared={declared}",
+            arguments=f"\nmax_norm={max_norm}\nnorm_type={norm_type}{declared}",
             then=measure,
             power=measure_share if adds_up else None,
         )

@@ -21,6 +21,7 @@ from distamp.clipping import (
 from distamp.errors import ReplicaMismatchError
 from distamp.gradients import local_of
 from distamp.groups import GroupLike, gather_sums
+from distamp.guard.by_norm import declared_text
 from distamp.guard.ranks import Problem, Ranks
 
 __all__ = ["clip_grad_norm_", "measure_unscaled"]
@@ -81,8 +82,9 @@ def clip_grad_norm_(
         return choose_unscaled(parameters)
 
     chosen, norm = measure_unscaled(
-        f"distamp.clip_grad_norm_(max_norm={_number_text(max_norm)}, "
-        f"norm_type={_number_text(norm_type)}, error_if_nonfinite={bool(error_if_nonfinite)})",
+        "distamp.clip_grad_norm_()",
+        f"max_norm={_number_text(max_norm)}\nnorm_type={_number_text(norm_type)}\n"
+        f"error_if_nonfinite={bool(error_if_nonfinite)}",
         choose_checked,
         norm_type,
         process_group,
@@ -109,6 +111,7 @@ def _number_text(value: object) -> str:
 
 def measure_unscaled(
     call: str,
+    arguments: str,
     choose_gradients: Callable[[], Chosen],
     norm_type: float,
     process_group: GroupLike,
@@ -120,7 +123,8 @@ def measure_unscaled(
     Collective: every rank of `process_group` must call this.
 
     Args:
-        call: The call with its arguments, which the ranks compare.
+        call: The call, which the ranks compare.
+        arguments: Its arguments, which they compare too, each as a line ``name=value``.
         choose_gradients: Called once; every rank raises the error that it raises on one of them.
         norm_type: As in `clip_grad_norm_`, unchecked.
         process_group: As in `clip_grad_norm_`.
@@ -143,8 +147,8 @@ def measure_unscaled(
         if size == 1:
             raise
         problem = Problem(raised, looked=True)
-    declared = [is_replicated_fn is not None, shard_group_fn is not None]
-    group = ranks.announce(call, f"declared={declared}", device, problem)
+    arguments += declared_text(is_replicated_fn, shard_group_fn)
+    group = ranks.announce(call, arguments, device, problem)
     everyone = sums.view(1, 3)
     if group is not None:
         # The gather is not the message that all calls send, so it comes after that one.

@@ -282,7 +282,8 @@ class Amp:
         """
         declared = self._declared(is_replicated_fn, shard_group_fn)
         stepped = [p for optimizer in self._stepped for p in parameters_of(optimizer)]
-        return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
+        with self._names_calls_of_amp("clip_grad_norm_"):
+            return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Return the parameters or masters that ``optimizer`` steps, and unscale their gradients.
@@ -336,22 +337,28 @@ class Amp:
         refused = self._refuse_step()
         if refused is not None:
             self.scaler.raise_on_all_ranks(refused, self._stepped, **how)
-        try:
+        with self._names_calls_of_amp("step"):
             self.scaler.step_all(self._stepped, **how, **declared)
-        except CallOrderError as error:
-            if "_scale is None" not in str(error):  # torch's words, which name no call of Amp
-                raise
-            raise CallOrderError(
-                f"amp.step() was called at {self.level.name}, which scales the loss, and no "
-                "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
-                "use amp.scale_loss(loss)."
-            ) from error
         skipped = [self.scaler.found_inf(optimizer).bool() for optimizer in self._stepped]
         stepped = [self.scaler.taken_flag(optimizer) for optimizer in self._stepped]
         self.scaler.update()
         self._waiting = False
         taken = _any(stepped).logical_and(_any(skipped).logical_not())
         return StepResult(taken, tuple(stepped[: len(self.optimizers)]))
+
+    @contextlib.contextmanager
+    def _names_calls_of_amp(self, call: str) -> Iterator[None]:
+        """Replace the scaler's error for a loss that was never scaled, which names no Amp call."""
+        try:
+            yield
+        except CallOrderError as error:
+            if "_scale is None" not in str(error):
+                raise
+            raise CallOrderError(
+                f"amp.{call}() was called at {self.level.name}, which scales the loss, and no "
+                "loss was scaled before. Call amp.backward(loss) instead of loss.backward(), or "
+                "use amp.scale_loss(loss)."
+            ) from error
 
     def _refuse_step(self) -> Exception | None:
         """Return why this rank cannot step, which every rank raises; None if it can."""

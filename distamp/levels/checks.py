@@ -265,8 +265,9 @@ def _check_optimizers(
         kind, parameters = type(optimizer).__name__, parameters_of(optimizer)
         if masters_of(optimizer) is not None:
             raise ConfigError(
-                f"optimizer {number} ({kind}) has master parameters already, as of an initialize "
-                "before: go on with what that returned, or make model and optimizer anew"
+                f"optimizer {number} ({kind}) has master parameters already, because initialize or "
+                "MasterParameters was called with it before. Use the Amp that the first initialize "
+                "returned, or make a new model and a new optimizer."
             )
         strange = sum(id(p) not in known for p in parameters)
         # One beside the model is welcome, a learnable temperature for example; but not one in the

@@ -293,15 +293,23 @@ def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
         return ()
     if isinstance(given, kind):
         return (given,)
-    is_other = isinstance(given, (nn.Module, torch.optim.Optimizer))
-    several = tuple(given) if isinstance(given, Iterable) and not is_other else (given,)
+    is_one = isinstance(given, (nn.Module, torch.optim.Optimizer, str))
+    several = tuple(given) if isinstance(given, Iterable) and not is_one else (given,)
     for each in several:
         if not isinstance(each, kind):
-            order = " The model comes first: initialize(model, optimizer, level)." * is_other
-            raise TypeError(
-                f"{name} must be a {kind.__name__} or several, not {type(each).__name__}.{order}"
-            )
+            order = ""
+            if isinstance(each, (nn.Module, torch.optim.Optimizer)):
+                order = " The model comes first: initialize(model, optimizer, level)."
+            elif isinstance(each, str):
+                order = " The level comes third: initialize(model, optimizer, level)."
+            raise TypeError(f"{name} must be {_INSTANCES[kind]}, not {type(each).__name__}.{order}")
     return several
+
+
+_INSTANCES: Mapping[type, str] = {
+    nn.Module: "a torch.nn.Module or several",
+    torch.optim.Optimizer: "a torch.optim.Optimizer, several or None",
+}
 
 
 #: The sentence that answers each argument of ``apex.amp.initialize`` or of a scaler.

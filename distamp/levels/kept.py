@@ -9,8 +9,8 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ __all__ = [
 
 #: Modules, and what each is pinned to.
 Pins = Mapping[nn.Module, str]
+#: How similar a module's name is to a pattern, at least, for a message to contain it.
+_LEAST_RATIO = 0.6
 
 
 def match_patterns(
@@ -47,7 +49,7 @@ def match_patterns(
 
     Returns:
         The modules, each with its precision; and the patterns that match none, each with the
-        nearest names. Another rank may have the part of the model that such a pattern names.
+        most similar names. Another rank may have the part of the model that such a pattern names.
     """
     if not level.pins:
         return {}, {}
@@ -55,8 +57,26 @@ def match_patterns(
     named = {name: m for model in models for m, name in module_names(model).items() if name}
     found = {pattern: fnmatch.filter(named, pattern) for pattern, _ in level.pins}
     pins = {named[name]: pin for pattern, pin in level.pins for name in found[pattern]}
-    nearest = {p: get_close_matches(p, named, 3, 0.0) for p, names in found.items() if not names}
-    return pins, nearest
+    similar = {p: _similar_modules(p, named) for p, names in found.items() if not names}
+    return pins, similar
+
+
+def _similar_modules(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return at most three module names that are similar to a pattern, the most similar first."""
+    searched = re.sub(r"[*?\[\]]", "", pattern)
+    searched = searched.strip(".")
+    # A pattern begins with a star for all components but the last ones.
+    depth = 1 + searched.count(".")
+    ratios: dict[str, float] = {}
+    for name in names:
+        components = name.split(".")
+        end = ".".join(components[-depth:])
+        matcher = SequenceMatcher(None, searched, end)
+        ratio = matcher.ratio()
+        if ratio >= _LEAST_RATIO:
+            ratios[name] = ratio
+    similar = sorted(ratios, key=ratios.__getitem__, reverse=True)
+    return similar[:3]
 
 
 def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> None:
@@ -72,13 +92,17 @@ def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> No
         if all(pattern in of_rank for of_rank in unmatched):
             close = dict.fromkeys(name for of_rank in unmatched for name in of_rank[pattern])
             hint = (
-                "the model has no modules inside, so call set_module_precision(model, ...) instead"
+                "There is no similar name. model.named_modules() lists the names. For the whole "
+                "model call set_module_precision(model, ...)."
             )
             if close:
-                hint = f"the nearest are {', '.join(map(repr, list(close)[:3]))}"
+                quoted = [repr(name) for name in close]
+                alternatives = " or ".join(quoted[:3])
+                hint = f"Did you mean {alternatives}?"
             raise ConfigError(
-                f"precision has the pattern {pattern!r}, which no module's name matches on any "
-                f"rank; {hint}"
+                f"module_precision= has the pattern {pattern!r}, and no module on any rank has a "
+                "name "
+                f"that matches it. {hint}"
             )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import RankMismatchError
+from distamp.errors import RankMismatchError, lines_by_rank, ranks_text
 from distamp.levels.kept import unmatched_everywhere
 from distamp.optimizers import unwrapped
 
@@ -22,7 +22,7 @@ class RankSetup:
     """What one rank gives to `initialize`.
 
     Args:
-        pins: The patterns of ``precision=``, each with its precision.
+        pins: The patterns of ``module_precision=``, each with its precision.
         unmatched: The patterns that match no module of this rank, each with the nearest names.
         optimizers: The class names of the optimizers.
         error: Type and text of the error with which this rank refuses its arguments.
@@ -72,18 +72,39 @@ def compare_setups(
     setups = {0: mine} if group is None else _gather(mine, group)
     patterns = {rank: dict(setup.pins) for rank, setup in setups.items()}
     if any(setup.pins != mine.pins for setup in setups.values()):
-        given = ". ".join(f"Rank {rank}: {pins or 'none'}" for rank, pins in patterns.items())
-        raise RankMismatchError(
-            f"the ranks were given different patterns in module_precision=. {given}. Pass the same "
-            "patterns on every rank, also on a pipeline stage that has none of their modules: a "
-            "pattern must match a module on one rank only."
+        fix = (
+            "Pass the same patterns in the same order on every rank, also on a pipeline stage that "
+            "has none of their modules. A pattern needs a matching module on one rank only."
         )
+        lines = lines_by_rank(_differing_patterns(patterns))
+        raise RankMismatchError("\n".join(["The ranks differ in module_precision=.", *lines, fix]))
     for rank, setup in setups.items():
         if setup.error is not None:
             kind, text = setup.error
             raise error or kind(f"{text} (raised on rank {rank}; every rank stops here)")
     unmatched_everywhere([setup.unmatched for setup in setups.values()])
     return setups
+
+
+def _differing_patterns(patterns: Mapping[int, dict[str, str]]) -> list[tuple[int, str]]:
+    """Return pairs of a rank and the text of its patterns that some rank lacks."""
+    common: set[tuple[str, str]] | None = None
+    for pins in patterns.values():
+        items = set(pins.items())
+        common = items if common is None else common & items
+    assert common is not None
+    texts = []
+    for rank, pins in patterns.items():
+        text = "no such pattern"
+        differing = {pattern: pins[pattern] for pattern in pins}
+        for pattern, _ in common:
+            del differing[pattern]
+        if differing:
+            text = f"module_precision={differing}"
+        texts.append((rank, text))
+    if all(len(pins) == len(common) for pins in patterns.values()):  # Only their order differs.
+        return [(rank, f"module_precision={pins}") for rank, pins in patterns.items()]
+    return texts
 
 
 def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
@@ -93,10 +114,11 @@ def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
         dist.all_gather_object(gathered, mine, group=group)
     except RuntimeError as error:
         raise RankMismatchError(
-            f"rank {dist.get_rank()} waited in initialize() for the other ranks, of which one did "
-            "not come within the timeout of the group. Every rank of process_group must call "
+            f"Rank {dist.get_rank()} waited in initialize() for the other ranks, and one of them "
+            "did not call it within the group's timeout. Every rank of process_group must call "
             "initialize() with its optimizers. A rank that trains nothing passes optimizers=[]. If "
-            f"only some ranks train, give them a group of their own: process_group= ({error})"
+            f"only some ranks train, make a group of those ranks and pass it as process_group=. "
+            f"({error})"
         ) from error
     return dict(zip(ranks, gathered, strict=True))
 
@@ -123,6 +145,7 @@ def unmatched_on_some(setups: Mapping[int, RankSetup]) -> tuple[str, ...]:
         ranks = [rank for rank, setup in setups.items() if pattern in setup.unmatched]
         if ranks:
             lines.append(
-                f"the pattern {pattern!r} of module_precision= matches nothing on ranks {ranks}"
+                f"The pattern {pattern!r} of module_precision= matches no module on "
+                f"{ranks_text(ranks)}."
             )
     return tuple(lines)

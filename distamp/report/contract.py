@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import ConfigError
+from distamp.errors import ConfigError, similar_names
 from distamp.groups import GroupLike
 from distamp.precision_level import PrecisionLevel
 from distamp.report.following import (
@@ -225,8 +225,13 @@ class PrecisionContract:
             if not isinstance(given, Mapping):
                 given = dict.fromkeys(("parameters", "compute", "norms"), given)
             for key in given.keys() - _KEYS.keys():
+                quoted = map(repr, _KEYS)
+                keys = ", ".join(quoted)
+                hint = similar_names(key, list(_KEYS))
                 raise ConfigError(
-                    f"modules[{pattern!r}] has {key!r}; a contract speaks of {', '.join(_KEYS)}"
+                    f"modules= of a PrecisionContract has the key {key!r} for the pattern "
+                    f"{pattern!r}. The "
+                    f"keys are {keys}. {hint}"
                 )
             exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
         object.__setattr__(self, "modules", exceptions)
@@ -391,8 +396,13 @@ def _dtypes(key: str, given: Any) -> tuple[str, ...]:
     names = tuple(dict.fromkeys("fp8" if n.startswith("float8") else n for n in names))
     for name in names:
         if name not in _NAMES:
+            quoted = map(repr, _NAMES)
+            choices = ", ".join(quoted)
+            hint = similar_names(name, _NAMES)
             raise ConfigError(
-                f"{key} must be of {', '.join(_NAMES)}, or a torch.dtype, not {name!r}"
+                f"{key}= of a PrecisionContract was {name!r}, which is no dtype. Choose from "
+                f"{choices}, or "
+                f"pass a torch.dtype. {hint}"
             )
     return names
 

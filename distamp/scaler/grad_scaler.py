@@ -160,7 +160,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             given = Settings(rule, fp16_grads, max_consecutive_skips)
             scale = rule.checked_scale(init_scale)
         check_group(process_group)
-        self._start(given, scale, 0, Ranks(process_group))
+        self._start(given, scale, 0, Ranks(process_group, self._noun))
         self._guard.names = names
 
     def _start(self, given: Settings, scale: float, tracker: int, ranks: Ranks) -> None:
@@ -445,7 +445,7 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         Joinable.__init__(self)
         if "_distamp" not in state:
             torchs = from_torch(state)
-            ours = Settings(torchs.loss_scale), torchs.hysteresis, Ranks(None)
+            ours = Settings(torchs.loss_scale), torchs.hysteresis, Ranks(None, self._noun)
             tracker = {"_init_scale": torchs.scale, "_init_growth_tracker": torchs.tracker}
             state = {**state, **tracker, "_distamp": ours}
         self.__dict__.update(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -111,8 +111,16 @@ class Settings:
 
     @functools.cached_property
     def text(self) -> str:
-        """What all ranks must have alike."""
-        return repr(self)
+        """The settings as ranks compare them: a line ``name=value`` for each."""
+        rule = self.schedule
+        values = {
+            "schedule": type(rule).__name__,
+            **{field.name: getattr(rule, field.name) for field in fields(rule)},
+            "fp16_grads": self.fp16_grads,
+            "max_consecutive_skips": self.max_consecutive_skips,
+        }
+        lines = [f"{name}={value}" for name, value in values.items()]
+        return "\n".join(["class=DistGradScaler", *lines])
 
     def check_masters(self, optimizer: Any, source: GradientSource) -> None:
         """Refuse masters that the scaler does not know of, and the other way round.

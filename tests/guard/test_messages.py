@@ -2,17 +2,21 @@
 
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distamp import DistGradScaler, StepGuard
-from distamp.errors import CallOrderError, RankMismatchError
+from distamp import DistGradScaler, StepGuard, clip_grad_norm_
+from distamp.errors import CallOrderError, lines_by_rank
 from distamp.groups import Group, reach
-from tests.on_ranks import on_ranks
-from tests.scaler.steps import INF, backward, cpu_scaler, iteration, sgd
+from distamp.guard.ranks import Call, _Counted, mismatch_text
+from tests.on_ranks import on_devices, on_ranks
+from tests.place import device_type
+from tests.ranks import logged
+from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, sgd
 
 
 def test_a_repr_has_the_scale_the_ranks_and_the_steps_that_the_host_knows():
@@ -58,12 +62,401 @@ def test_a_repr_does_not_read_a_loss_scale_on_a_device():
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler, lambda: cpu_scaler(enabled=False)])
 def test_a_number_in_the_place_of_a_closure_is_refused_by_name(make, fused):
-    """As in guard.step(optimizer, 1.0), which means max_norm=1.0."""
+    """As in guard.step(optimizer, 0.5), which means max_norm=0.5."""
     (parameter, optimizer), made = sgd(fused=fused), make()
     backward(made, parameter, 1.0)
-    with pytest.raises(TypeError, match=r"passes 1\.0 to SGD\.step as its closure.*max_norm=1\.0"):
-        made.step(optimizer, 1.0)
+    assert error_of(made.step, optimizer, 0.5) == (
+        "TypeError",
+        "step(optimizer, 0.5) passes 0.5 to SGD.step as its closure, and a closure must be a "
+        "function. max_norm is a keyword: step(optimizer, max_norm=0.5).",
+    )
     assert parameter.item() == 1.0
+
+
+CLOSURE_OF_A_GUARD = (
+    "Closure use is not supported by a StepGuard. A closure computes other gradients inside of the "
+    "step than the ranks agreed on. Call optimizer.step(closure) without the guard."
+)
+CLOSURE_OF_A_SCALER = (
+    "Closure use is not currently supported if GradScaler is enabled. A closure computes other "
+    "gradients inside of the step than the ranks agreed on. Train in float32 or bfloat16 without a "
+    "scaler, and call optimizer.step(closure)."
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"), [(StepGuard, CLOSURE_OF_A_GUARD), (cpu_scaler, CLOSURE_OF_A_SCALER)]
+)
+def test_a_closure_is_refused_with_the_reason_and_the_way_out(make, expected):
+    parameter, optimizer = sgd()
+    made = make()
+    backward(made, parameter, 1.0)
+    name, text = error_of(made.step, optimizer, lambda: 1.0)
+    assert name == "CallOrderError"
+    assert text == expected
+
+
+@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
+def test_a_second_step_is_refused_with_the_place_of_update(make):
+    (parameter, optimizer), made = sgd(), make()
+    backward(made, parameter, 1.0)
+    made.step(optimizer)
+    assert error_of(made.step, optimizer) == (
+        "CallOrderError",
+        "step() has already been called since the last update(). Call update() once at the end of "
+        "each iteration. After a step that raised, call zero_grad() and update().",
+    )
+
+
+NO_NORM = (
+    "grad_norm() was called before a norm was measured. Pass max_norm= to step(), or call "
+    "clip_grad_norm_()."
+)
+NO_NORM_OF_SGD = (
+    "grad_norm() was called before a norm of this SGD was measured. Pass max_norm= to step(), or "
+    "call clip_grad_norm_()."
+)
+
+
+@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
+def test_a_norm_that_was_never_measured_is_refused_with_the_calls_that_measure_one(make):
+    parameter, optimizer = sgd()
+    made = make()
+    name, text = error_of(made.grad_norm)
+    assert name == "CallOrderError"
+    assert text == NO_NORM
+    iteration(made, optimizer, parameter, 1.0)
+    name, text = error_of(made.grad_norm, optimizer)
+    assert name == "CallOrderError"
+    assert text == NO_NORM_OF_SGD
+
+
+COLLAPSE_OF_A_GUARD = (
+    "2 steps in a row were skipped. SGD (1 parameter) had inf or NaN in its gradients each time, "
+    "and max_consecutive_skips=2 is the limit. To find the gradients and their ranks, catch this "
+    "error and call guard.nonfinite_report() on every rank before zero_grad(). To find the "
+    "operation that made the first inf or NaN, call distamp.find_first_nonfinite."
+)
+COLLAPSE_OF_A_SCALER = (
+    "2 steps in a row were skipped at loss scale 512. SGD (1 parameter) had inf or NaN in its "
+    "gradients each time, and max_consecutive_skips=2 is the limit. To find the gradients and "
+    "their ranks, catch this error and call scaler.nonfinite_report() on every rank before "
+    "zero_grad(). To find the operation that made the first inf or NaN, call "
+    "distamp.find_first_nonfinite."
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"), [(StepGuard, COLLAPSE_OF_A_GUARD), (cpu_scaler, COLLAPSE_OF_A_SCALER)]
+)
+def test_the_limit_of_skips_in_a_row_is_raised_with_the_calls_that_find_the_cause(make, expected):
+    parameter, optimizer = sgd()
+    made = make(max_consecutive_skips=2)
+    iteration(made, optimizer, parameter, INF)
+    name, text = error_of(iteration, made, optimizer, parameter, INF)
+    assert name in ("NonFiniteGradientsError", "LossScaleCollapseError")
+    assert text == expected
+
+
+def test_a_limit_of_one_skip_is_written_in_the_singular():
+    (parameter, optimizer), guard = sgd(), StepGuard(max_consecutive_skips=1)
+    _, text = error_of(iteration, guard, optimizer, parameter, INF)
+    assert text.startswith("1 step was skipped. SGD (1 parameter) had inf or NaN in its gradients")
+
+
+# -- log lines -------------------------------------------------------------------------------------
+
+
+def _log_of_a_skip(made: Any, optimizer: torch.optim.Optimizer, logger: str) -> str:
+    """Return the only line that a skip of the optimizer's first step logs."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    with logged(logger) as lines:
+        iteration(made, optimizer, parameter, INF)
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_skip_without_names_is_logged_with_a_hint():
+    _, optimizer = sgd()
+    assert _log_of_a_skip(StepGuard(), optimizer, "distamp.guard") == (
+        "Skipped step 1 of SGD (1 parameter): inf or NaN in the gradients, first in group 0, "
+        "parameter 0. Pass named_parameters= for names."
+    )
+
+
+def test_a_skip_under_a_scaler_is_logged_with_its_loss_scale():
+    _, optimizer = sgd()
+    assert _log_of_a_skip(cpu_scaler(8.0), optimizer, "distamp.scaler") == (
+        "Skipped step 1 of SGD (1 parameter) at loss scale 8: inf or NaN in the gradients, first "
+        "in group 0, parameter 0. Pass named_parameters= for names."
+    )
+
+
+def test_a_skip_with_names_of_the_guard_is_logged_without_the_hint():
+    parameter, optimizer = sgd()
+    guard = StepGuard(named_parameters=[("weight", parameter)])
+    assert _log_of_a_skip(guard, optimizer, "distamp.guard") == (
+        "Skipped step 1 of SGD (1 parameter): inf or NaN in the gradients, first in weight."
+    )
+
+
+def test_a_skip_with_names_of_the_optimizer_is_logged_without_the_hint():
+    parameter, _ = sgd()
+    optimizer = torch.optim.SGD([("inner.weight", parameter)], lr=1.0)
+    assert _log_of_a_skip(StepGuard(), optimizer, "distamp.guard") == (
+        "Skipped step 1 of SGD (1 parameter): inf or NaN in the gradients, first in inner.weight."
+    )
+
+
+@on_ranks(2)
+def test_a_skip_is_logged_with_the_ranks_that_overflowed():
+    parameter, optimizer = sgd()
+    gradient = 1.0
+    expected = [
+        "Skipped step 1 of SGD (1 parameter): inf or NaN in the gradients on rank 1. Pass "
+        "named_parameters= for names."
+    ]
+    if dist.get_rank() == 1:
+        gradient = INF
+        expected = []
+    with logged("distamp.guard") as lines:
+        iteration(StepGuard(), optimizer, parameter, gradient)
+    assert lines == expected
+
+
+ABOVE_THE_LIMIT = (
+    "Skipped step 2 of SGD (1 parameter): gradient norm 812 exceeds skip_norm_above=100."
+)
+
+
+@on_ranks("world")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
+def test_a_skip_by_the_norm_is_logged_with_norm_and_limit(make, fused, world):
+    parameter, optimizer = sgd(fused=fused)
+    made = make()
+    with logged("distamp") as lines:
+        iteration(made, optimizer, parameter, 1.0, skip_norm_above=100)
+        iteration(made, optimizer, parameter, 812.0, skip_norm_above=100)
+    if dist.get_rank() == 0:
+        assert lines == [ABOVE_THE_LIMIT]
+    else:
+        assert lines == []
+
+
+@on_devices(2)
+def test_a_skip_by_the_norm_on_a_device_is_logged_with_norm_and_limit():
+    """The limit is a tensor there, so that the host learns norm and limit later."""
+    device = device_type()
+    parameter = torch.nn.Parameter(torch.ones(1, device=device))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    limit = torch.tensor(100.0, device=device)
+    guard = StepGuard()
+    with logged("distamp.guard") as lines:
+        for gradient in (1.0, 812.0):
+            parameter.grad = torch.full_like(parameter, gradient)
+            guard.step(optimizer, skip_norm_above=limit)
+            guard.update()
+        counts = guard.step_counts(optimizer)
+    assert counts.norm_skips == 1
+    if dist.get_rank() == 0:
+        assert lines == [ABOVE_THE_LIMIT]
+    else:
+        assert lines == []
+
+
+# -- ranks that differ -----------------------------------------------------------------------------
+
+
+def _step_with(**arguments: Any) -> None:
+    parameter, optimizer = sgd()
+    guard = StepGuard()
+    backward(guard, parameter, 0.5)
+    guard.step(optimizer, **arguments)
+
+
+def _other_interval(odd: bool) -> None:
+    parameter, optimizer = sgd()
+    scaler = cpu_scaler(growth_interval=1000)
+    if odd:
+        scaler.set_growth_interval(2000)
+    iteration(scaler, optimizer, parameter, 0.5)
+
+
+INTERVAL = """\
+The ranks differ in growth_interval=. Nothing was stepped by this call.
+  rank 0: growth_interval=1000
+  rank 1: growth_interval=2000
+Pass the same value on every rank."""
+
+
+def _other_scale(odd: bool) -> None:
+    parameter, optimizer = sgd()
+    scaler = cpu_scaler(1024.0)
+    if odd:
+        scaler = cpu_scaler(2048.0)
+    iteration(scaler, optimizer, parameter, 0.5)
+
+
+SCALE = """\
+The ranks differ in the loss scale. Nothing was stepped by this call.
+  rank 0: loss scale 1024.0
+  rank 1: loss scale 2048.0
+Pass the same value on every rank. A scaler gets its scale from init_scale=, update(new_scale) or \
+its loaded state."""
+
+
+def _other_optimizer(odd: bool) -> None:
+    parameter, optimizer = sgd()
+    if odd:
+        optimizer = torch.optim.AdamW([parameter])  # type: ignore[assignment]
+    iteration(StepGuard(), optimizer, parameter, 0.5)
+
+
+OPTIMIZER = """\
+The ranks differ in the optimizers. Nothing was stepped by this call.
+  rank 0: SGD
+  rank 1: AdamW
+Every rank must make the same calls in the same order, with the same optimizers, settings and \
+arguments. Optimizers are numbered in the order of their first step."""
+
+
+def _other_class(odd: bool) -> None:
+    parameter, optimizer = sgd()
+    made: Any = StepGuard()
+    if odd:
+        made = cpu_scaler()
+    iteration(made, optimizer, parameter, 0.5)
+
+
+CLASS = """\
+The ranks differ in the class. Nothing was stepped by this call.
+  rank 0: StepGuard
+  rank 1: DistGradScaler
+Use a StepGuard on every rank, or a scaler on every rank."""
+
+
+def _max_norm_on_one_rank(odd: bool) -> None:
+    if odd:
+        _step_with(max_norm=1.0)
+    else:
+        _step_with()
+
+
+MAX_NORM = """\
+The ranks differ in max_norm=. Nothing was stepped by this call.
+  rank 0: no max_norm=
+  rank 1: max_norm=1.0
+Pass the same value on every rank."""
+
+
+def _several_arguments(odd: bool) -> None:
+    if odd:
+        _step_with(max_norm=1.0, skip_norm_above=3.0, shard_group_fn=bool)
+    else:
+        _step_with(max_norm=1.0, skip_norm_above=2.0)
+
+
+ARGUMENTS = """\
+The ranks differ in skip_norm_above= and shard_group_fn=. Nothing was stepped by this call.
+  rank 0: skip_norm_above=2.0, no shard_group_fn=
+  rank 1: skip_norm_above=3.0, shard_group_fn=...
+Pass the same value on every rank."""
+
+
+def _other_clip(odd: bool) -> None:
+    parameter, optimizer = sgd()
+    backward(StepGuard(), parameter, 0.5)
+    clip_grad_norm_(optimizer, 1.0 + odd)
+
+
+CLIP = """\
+The ranks differ in max_norm=. Nothing was stepped by this call.
+  rank 0: max_norm=1.0
+  rank 1: max_norm=2.0
+Pass the same value on every rank."""
+
+
+def _other_call(odd: bool) -> None:
+    parameter, optimizer = sgd()
+    guard = StepGuard()
+    backward(guard, parameter, 0.5)
+    if odd:
+        guard.clip_grad_norm_(optimizer, 1.0)
+    else:
+        guard.step(optimizer)
+
+
+CALL = """\
+The ranks differ in the call. Nothing was stepped by this call.
+  rank 0: step(), step_all() or unscale_()
+  rank 1: clip_grad_norm_()
+Every rank must make the same calls in the same order, with the same optimizers, settings and \
+arguments."""
+
+
+DIFFERENCES: dict[str, Callable[[bool], None]] = {
+    INTERVAL: _other_interval,
+    SCALE: _other_scale,
+    OPTIMIZER: _other_optimizer,
+    CLASS: _other_class,
+    MAX_NORM: _max_norm_on_one_rank,
+    ARGUMENTS: _several_arguments,
+    CLIP: _other_clip,
+    CALL: _other_call,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("expected", DIFFERENCES)
+def test_ranks_that_differ_read_the_fields_that_differ_and_no_others(expected):
+    call = DIFFERENCES[expected]
+    name, text = error_of(call, dist.get_rank() == 1)
+    assert name == "RankMismatchError"
+    assert text == expected
+
+
+def _compared(number: int, odd: set[int]) -> list[tuple[int, dict[str, Any]]]:
+    """Return what ``number`` ranks compare, of which some have another interval."""
+    scaler = cpu_scaler(growth_interval=1000)
+    scale = torch.tensor(1.0)
+    settings, begun, scaled = scaler._compared(scale)
+    scaler.set_growth_interval(2000)
+    other_settings, _, _ = scaler._compared(scale)
+    counted = _Counted(3, 0, None, None)
+    compared = []
+    for rank in range(number):
+        text = other_settings if rank in odd else settings
+        call = Call("step", ["SGD"], (0,), text, begun, scaled)
+        compared.append((rank, call.alike(counted)))
+    return compared
+
+
+def test_of_512_ranks_one_that_differs_has_a_line_and_all_others_one():
+    text = mismatch_text(_compared(512, {17}))
+    head, *lines, fix = text.splitlines()
+    assert head == "The ranks differ in growth_interval=. Nothing was stepped by this call."
+    first, second = lines
+    assert first == "  rank 17: growth_interval=2000"
+    assert second == "  ranks 0-16, 18-511: growth_interval=1000"
+    assert fix == "Pass the same value on every rank."
+
+
+def test_ranks_that_are_equal_have_no_text():
+    assert mismatch_text(_compared(512, set())) == ""
+
+
+def test_two_halves_of_the_ranks_have_a_line_each():
+    text = mismatch_text(_compared(6, {1, 3, 4, 5}))
+    assert "\n  ranks 0, 2: growth_interval=1000\n  ranks 1, 3-5: growth_interval=2000\n" in text
+
+
+def test_many_different_ranks_have_eight_lines_and_a_count_of_the_others():
+    lines = lines_by_rank((rank, f"max_norm={rank}") for rank in range(512))
+    assert len(lines) == 9
+    assert lines[0] == "  rank 0: max_norm=0"
+    assert lines[-1] == "  504 more ranks: other values"
 
 
 class WithALength(torch.optim.SGD):
@@ -94,41 +487,88 @@ def test_a_report_of_a_guard_names_no_loss_scale_and_one_of_a_scaler_does():
     assert titles[DistGradScaler] == "inf or NaN in the gradients at loss scale 8"
 
 
+def _fail() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+def _lost(owner: str | None) -> str:
+    """Return the error of rank 0 whose peers are gone."""
+    group: Any = Group(dist.group.WORLD, torch.device("cpu"), owner)
+    group.global_rank = 0
+    name, text = error_of(reach, group, _fail)
+    assert name == "RankMismatchError"
+    return text
+
+
 @on_ranks(2)
-def test_lost_peers_are_told_of_guards_and_scalers_alike():
-    def fail() -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    group: Any = Group(dist.group.WORLD, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="lost its peers") as raised:
-        reach(group, fail)
-    assert "pass it as process_group=. (Connection closed by peer)" in str(raised.value)
-    assert "DistGradScaler" not in str(raised.value)
+def test_lost_peers_are_named_with_the_guard_that_sent():
+    assert _lost("guard") == (
+        "Rank 0 lost its peers. A rank died, or it did not make the same call of its guard within "
+        "the group's timeout. If only some ranks train, make a group of those ranks and pass it as "
+        "process_group=. (Connection closed by peer)"
+    )
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
-def test_a_group_lost_in_a_pickle_is_named_of_guards_and_scalers_alike(make):
+def test_lost_peers_are_named_with_the_scaler_that_sent_and_may_be_disabled():
+    assert _lost("scaler") == (
+        "Rank 0 lost its peers. A rank died, or it did not make the same call of its scaler within "
+        "the group's timeout, or its scaler is disabled. If only some ranks train, make a group of "
+        "those ranks and pass it as process_group=. (Connection closed by peer)"
+    )
+
+
+@on_ranks(2)
+def test_lost_peers_of_a_call_without_a_guard_are_named_without_one():
+    assert _lost(None) == (
+        "Rank 0 lost its peers. A rank died, or it did not make the same call within the group's "
+        "timeout. If only some ranks train, make a group of those ranks and pass it as "
+        "process_group=. (Connection closed by peer)"
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("make", "noun"), [(StepGuard, "guard"), (cpu_scaler, "scaler")])
+def test_a_group_lost_in_a_pickle_is_named_with_the_object_that_had_it(make, noun):
     pickled = pickle.dumps(make(process_group=dist.new_group([0, 1])))
     (parameter, optimizer), made = sgd(), pickle.loads(pickled)
     backward(made, parameter, 1.0)
-    with pytest.raises(
-        CallOrderError, match="this guard or scaler was left out of a pickle"
-    ) as raised:
-        made.step(optimizer)
-    assert "Set guard.process_group or scaler.process_group" in str(raised.value)
+    assert error_of(made.step, optimizer) == (
+        "CallOrderError",
+        f"The process group of this {noun} was left out of a pickle, because torch cannot pickle "
+        f"one. Set {noun}.process_group to a group (None is the default group).",
+    )
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
-def test_ranks_that_diverged_read_of_their_calls_and_of_no_scaler(make):
-    (parameter, optimizer), made = sgd(), make()
+@pytest.mark.parametrize(("make", "noun"), [(StepGuard, "guard"), (cpu_scaler, "scaler")])
+def test_a_destroyed_group_is_named_with_the_object_that_had_it(make, noun):
+    group = dist.new_group([0, 1])
+    (parameter, optimizer), made = sgd(), make(process_group=group)
+    dist.destroy_process_group(group)
     backward(made, parameter, 1.0)
-    with pytest.raises(
-        RankMismatchError, match="must make the same calls, with the same optimi"
-    ) as raised:
-        made.step(optimizer, max_norm=1.0 + dist.get_rank())
-    assert "scaler calls" not in str(raised.value)
+    _, text = error_of(made.step, optimizer)
+    assert text.startswith(
+        f"The process group of this {noun} was destroyed. Set {noun}.process_group to the new group"
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_"])
+def test_replicas_with_unequal_gradients_read_their_norms_and_three_ways_out(call):
+    """Without the name of a function that the user may not have called."""
+    (parameter, optimizer), guard = sgd(), StepGuard()
+    backward(guard, parameter, 0.5 + dist.get_rank())
+    assert error_of(getattr(guard, call), optimizer, max_norm=1.0) == (
+        "GradientError",
+        "The norms of the gradients differ between ranks, from 0.5 to 1.5. Plain tensors count as "
+        "replicas, whose gradients are equal on all ranks. If each rank holds other parameters "
+        "(experts, stages), pass shard_group_fn=function, which returns True for such a "
+        "parameter, or the "
+        "group over which it is cut. If the gradients should be equal, some were not reduced: the "
+        "parameter was frozen when the model was wrapped, or the backward pass went around the "
+        "wrapper. If only rounding makes them differ, pass is_replicated_fn=lambda p: True.",
+    )
 
 
 @pytest.mark.parametrize("method", [StepGuard.step, StepGuard.unscale_])

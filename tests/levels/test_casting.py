@@ -275,7 +275,7 @@ def test_a_pattern_needs_a_match_on_one_rank_alone():
         model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", module_precision=pins
     )
     unseen = amp.check(lambda: amp.model.head(torch.ones(1, 2))).unseen
-    assert "the pattern 'hidden' of module_precision= matches nothing on ranks [1]" in unseen
+    assert "The pattern 'hidden' of module_precision= matches no module on rank 1." in unseen
 
 
 @on_ranks(2)

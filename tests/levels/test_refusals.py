@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import OpLists, PrecisionLevel, cast_model, initialize, set_module_precision
-from distamp.errors import ConfigError, DistampError
+from distamp.errors import ConfigError, DistampError, RankMismatchError
 from tests.levels.cells import wrapped
 from tests.levels.nets import made_in, net
 from tests.on_ranks import on_ranks
@@ -47,8 +47,10 @@ def tried(model: nn.Module, level: Any, optimizer: Any = None, **overrides: Any)
 def is_refused(what: Callable[[], Any], says: str) -> None:
     with pytest.raises(DistampError) as raised:
         what()
-    assert says in str(raised.value)
-    assert "\n" not in str(raised.value)
+    text = str(raised.value)
+    assert says in text
+    if not isinstance(raised.value, RankMismatchError):  # which has a line for each group of ranks
+        assert "\n" not in text
 
 
 def adapted(base: torch.dtype) -> nn.Module:
@@ -69,7 +71,7 @@ def twice() -> Any:
 PINS = {"no*": "fp32", "output": "fp32:keep_output"}
 GATHERED = PrecisionLevel.from_name("fp8").replace(float8_all_gather=True)
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown level": (lambda: tried(net(), "O4"), "There is no level 'O4'. Choose one of"),
+    "unknown level": (lambda: tried(net(), "O4"), "There is no level 'O4'"),
     "batch norms at fp16": (
         lambda: tried(net(), "fp16", keep_batchnorm_fp32=True),
         "contradicts fp16",
@@ -92,7 +94,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "half at fp32": (lambda: tried(net().half(), "fp32"), "model.half"),
     "half at fp16": (lambda: tried(net().half(), "fp16"), "model.half"),
     "bfloat16 at bf16": (lambda: tried(net().bfloat16(), "bf16"), "leave out model."),
-    "initialize twice": (twice, "go on with what that returned"),
+    "initialize twice": (twice, "Use the Amp that the first initialize returned"),
     "another's optimizer": (lambda: tried(net(), "fp16", sgd(net())), "do not belong"),
     "cast for fp16-O2": (
         lambda: tried(cast_model(net(), "fp16-O2"), "fp16-O3"),
@@ -134,11 +136,11 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a pattern of nothing in a cast": (
         lambda: cast_model(net(), "fp16-O2", module_precision={"*.nrom": "fp32"}),
-        "pattern '*.nrom', which no module's name matches",
+        "pattern '*.nrom', and no module on any rank has a name that matches it. Did you mean",
     ),
     "a pin to fp64": (
         lambda: tried(net(), "fp16-O2", module_precision={"norm": "fp64"}),
-        "'norm': 'fp64'",
+        "no precision 'fp64'",
     ),
     "pins without precisions": (
         lambda: tried(net(), "bf16", module_precision=["norm"]),
@@ -345,13 +347,15 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tried(
             net(), "bf16", module_precision={"hidden" if dist.get_rank() else "norm": "fp32"}
         ),
-        "different patterns in module_precision=. Rank 0: {'norm': 'fp32'}. Rank 1",
+        "The ranks differ in module_precision=.\n  rank 0: module_precision={'norm': 'fp32'}\n  "
+        "rank 1: ",
     ),
     "pins on one rank": (
         lambda: tried(
             net(), "bf16", module_precision={"norm": "fp32"} if dist.get_rank() else None
         ),
-        "Rank 0: none. Rank 1: {'norm': 'fp32'}. Pass the same patterns on every rank",
+        "rank 0: no such pattern\n  rank 1: module_precision={'norm': 'fp32'}\nPass the same "
+        "patterns in",
     ),
     "what one rank refuses": (
         lambda: tried(net().half() if dist.get_rank() == 0 else net(), "bf16"),
@@ -359,7 +363,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a pattern of nothing on all ranks": (
         lambda: tried(net(), "bf16", module_precision={"*.nrom": "fp32"}),
-        "pattern '*.nrom', which no module's name matches on any rank",
+        "pattern '*.nrom', and no module on any rank has a name that matches it. Did you mean",
     ),
     "output_dtype of every unit": (
         lambda: tried(float32_outputs(plain()), "fp16-O2"),

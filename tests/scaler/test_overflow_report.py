@@ -209,7 +209,7 @@ def test_the_log_of_a_skip_names_the_parameters_of_each_rank():
     weight, bias = {"second.weight": torch.full((1, 3), INF)}, {"second.bias": torch.tensor([NAN])}
     gradients: list[dict[str, Tensor]] = [{}, weight, bias, weight]
     lines = _skip("step", StepGuard, gradients[dist.get_rank()])
-    expected = "on ranks 1, 2, 3, first in second.weight (ranks 1, 3), second.bias (rank 2)"
+    expected = "on ranks 1-3, first in second.weight (ranks 1, 3), second.bias (rank 2)"
     assert all(expected in line for line in lines)
     assert len(lines) == (dist.get_rank() == 0)
 
