@@ -59,8 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "factory",
         help="package.module:name of a callable that takes nothing and returns the arguments of "
         "PrecisionContract.check: (step, model), (step, model, optimizer) or a dict, which may "
-        "have the "
-        "'contract' too",
+        "have the 'contract' too",
     )
     check.add_argument(
         "--level",

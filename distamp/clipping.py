@@ -419,9 +419,8 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
         return (
             f"The norms of the gradients differ between ranks, from {least:g} to {most:g}. Plain "
             "tensors count as replicas, whose gradients are equal on all ranks. If each rank holds "
-            "other parameters (experts, stages), pass shard_group_fn=function, which returns "
-            "True for "
-            "such a parameter, or the group over which it is cut. If the gradients should be "
+            "other parameters (experts, stages), pass shard_group_fn=function, which returns True "
+            "for such a parameter, or the group over which it is cut. If the gradients should be "
             "equal, some were not reduced: the parameter was frozen when the model was wrapped, or "
             "the backward pass went around the wrapper. If only rounding makes them differ, pass "
             "is_replicated_fn=lambda p: True."
@@ -435,8 +434,7 @@ def differing(sums: Sequence[Sequence[float]], norm_type: float) -> str | None:
             "of one model. They may be replicas: parameters outside the plan of tensor parallel, "
             "shards of HYBRID_SHARD or NO_SHARD, or a mesh beside data parallel. Then pass the "
             "group or mesh over which a parameter is cut, as in shard_group_fn=lambda p: "
-            "getattr(p, "
-            "'device_mesh', None), or pass is_replicated_fn=lambda p: True."
+            "getattr(p, 'device_mesh', None), or pass is_replicated_fn=lambda p: True."
         )
     return None
 

@@ -140,8 +140,7 @@ class PrecisionLevel:
             if not isinstance(pattern, str):
                 raise ConfigError(
                     f"module_precision= has the key {pattern!r}. Its keys must be shell patterns "
-                    "over "
-                    "module names, as in {'*.norm': 'fp32'}."
+                    "over module names, as in {'*.norm': 'fp32'}."
                 )
             if pin not in _PINS:
                 quoted = map(repr, _PINS)
@@ -149,8 +148,7 @@ class PrecisionLevel:
                 hint = similar_names(pin, _PINS)
                 raise ConfigError(
                     f"module_precision= has no precision {pin!r} for the pattern {pattern!r}. "
-                    "Choose from "
-                    f"{choices}. {hint}"
+                    f"Choose from {choices}. {hint}"
                 )
 
     @classmethod

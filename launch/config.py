@@ -469,8 +469,8 @@ class Config(
         share = replicate * shard * self.accumulate
         require(
             self.global_batch_size % share == 0,
-            f"--global-batch-size {self.global_batch_size}: it must be a multiple of --replicate "
-            f"x --shard x --accumulate = {share}, such as "
+            f"--global-batch-size {self.global_batch_size}: it must be a multiple of --replicate x "
+            f"--shard x --accumulate = {share}, such as "
             f"{math.ceil(self.global_batch_size / share) * share}",
         )
 

@@ -205,8 +205,8 @@ PROGRAMS = [
     *(f"{spelling}\n{IS_THE_CLASS}" for spelling in SPELLINGS),
     # What only an extra installs, and what takes long.
     f"import distamp; assert not {HEAVY} & (set(sys.modules) - before)",
-    "theirs = torch.amp.GradScaler; import distamp; "
-    "assert torch.amp.GradScaler is theirs; assert distamp.patch_torch().late == ()",
+    "theirs = torch.amp.GradScaler; import distamp; assert torch.amp.GradScaler is theirs; assert "
+    "distamp.patch_torch().late == ()",
     "import distamp.doctor; before = set(sys.modules); distamp.doctor.diagnose(); "
     "assert not {'lightning', 'transformers', 'rich'} & (set(sys.modules) - before)",
     "import " + ", ".join(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")),

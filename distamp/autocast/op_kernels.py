@@ -102,9 +102,9 @@ class _Kernel:
         if category is not None and reentrant_checkpoint() not in (None, local.listed_in):
             raise ConfigError(
                 "torch.utils.checkpoint with use_reentrant=True recomputes without the op lists of "
-                f"this region, and {self._slot[0]} is on one. Call checkpoint of "
-                "distamp.autocast in "
-                "its place, or pass use_reentrant=False and its context_fn=checkpoint_context_fn."
+                f"this region, and {self._slot[0]} is on one. Call checkpoint of distamp.autocast "
+                "in its place, or pass use_reentrant=False and its "
+                "context_fn=checkpoint_context_fn."
             )
         explicit = kwargs.get("dtype") or (len(args) > self._dtype_at and args[self._dtype_at])
         # The number of x * 2 arrives as it is, and an overload takes tensors alone.

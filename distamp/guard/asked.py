@@ -43,9 +43,8 @@ def checked_hook(state: object) -> CommHook:
     if type(state).__name__ == "PowerSGDState":
         raise ValueError(
             "PowerSGD cannot be joined with a scaler: its error feedback keeps an inf for ever, "
-            "and grows when the loss scale moves; use "
-            "distamp.comm_hooks.register_comm_hook(model, 'int8'), "
-            "whose error feedback follows the scale"
+            "and grows when the loss scale moves; use distamp.comm_hooks.register_comm_hook(model, "
+            "'int8'), whose error feedback follows the scale"
         )
     if not isinstance(state, CommHook):
         raise TypeError(

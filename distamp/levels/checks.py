@@ -148,9 +148,8 @@ def _check_policies(model: nn.Module, wrapping: Wrapping, level: PrecisionLevel)
     if level.keep_batchnorm_fp32 and cast:
         raise ConfigError(
             f"{name} casts batch norm {cast[0]!r} to {level.param} with the modules around it "
-            f"({len(cast)} in all), and {level_name} keeps batch norms in float32; wrap each "
-            "batch norm "
-            "by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
+            f"({len(cast)} in all), and {level_name} keeps batch norms in float32; wrap each batch "
+            "norm by itself first, without mixed precision, or pass keep_batchnorm_fp32=False"
         )
 
 
@@ -232,17 +231,15 @@ def _check_cast(wrapping: Wrapping, level: PrecisionLevel) -> None:
         without = "" if cast is None else "leave out cast_model() and "
         or_cast = ", or call cast_model() before it" if name == FSDP2 else ""
         raise ConfigError(
-            f"{level_name} over {name} is its own mixed precision over float32 parameters, and "
-            "it was "
-            f"given none: {without}pass {name} {_SETTINGS[name].format(level.param)}{or_cast}"
+            f"{level_name} over {name} is its own mixed precision over float32 parameters, and it "
+            f"was given none: {without}pass {name} {_SETTINGS[name].format(level.param)}{or_cast}"
         )
     if cast is None and (level.float8_all_gather or name not in (None, "DataParallel")):
         change = "layers to float8" if level.float8 else f"the model to {level.param}"
         raise ConfigError(
             f"{level_name} casts {change}, and {name or 'the optimizer'} has its parameters "
-            "already; "
-            f"the order is cast_model(model, {level_name!r}), {name or FSDP2}, the optimizer, "
-            "initialize"
+            f"already; the order is cast_model(model, {level_name!r}), {name or FSDP2}, the "
+            "optimizer, initialize"
         )
     check_cast_before(wrapping.inner, level)
 

@@ -302,8 +302,8 @@ def _check_state(weight: _SteppedWeight, key: str, value: Any) -> None:
 def _refused_state(weight: _SteppedWeight, key: str, reason: str) -> ConfigError:
     return ConfigError(
         f"amp.flat_state_dict() cannot keep the state {key!r} that "
-        f"{type(weight.optimizer).__name__} has of {weight.name}: {reason}. Save "
-        f"{SEPARATE_STATES} instead"
+        f"{type(weight.optimizer).__name__} has of {weight.name}: {reason}. Save {SEPARATE_STATES} "
+        "instead"
     )
 
 

@@ -126,9 +126,8 @@ def initialize(
     wrappings = tuple(map(recognise, models))
     if op_lists is not None and not level.autocasts:
         raise ConfigError(
-            f"op_lists= lists the ops that autocast casts, and {level.name} casts none. Take "
-            "fp16 or "
-            "bf16, or choose modules by module_precision=."
+            f"op_lists= lists the ops that autocast casts, and {level.name} casts none. Take fp16 "
+            "or bf16, or choose modules by module_precision=."
         )
     pins, unmatched = match_patterns(models, level)
     device, refused = "", None
@@ -251,8 +250,8 @@ def _chosen_level(
     if chosen is None:
         raise TypeError(
             "initialize() needs a level, because there is no default. Pass level='bf16' on devices "
-            "that compute in bfloat16, else level='fp16', as in "
-            "initialize(model, optimizer, 'bf16')."
+            "that compute in bfloat16, else level='fp16', as in initialize(model, optimizer, "
+            "'bf16')."
         )
     return chosen
 
@@ -316,8 +315,7 @@ _INSTANCES: Mapping[type, str] = {
 _REPLACEMENTS = {
     "num_losses": "Leave it out, because all losses share one scale",
     "cast_model_type": "The level decides it: fp16-O2 and fp16-O3 cast the model to float16, "
-    "bf16-O2 and "
-    "bf16-O3 cast it to bfloat16",
+    "bf16-O2 and bf16-O3 cast it to bfloat16",
     "patch_torch_functions": "Leave it out, because nothing is patched: fp16 casts inside "
     "amp.autocast()",
     "cast_model_outputs": "Pass level=PrecisionLevel.from_name(level).replace(output=dtype)",

@@ -101,8 +101,7 @@ def unmatched_everywhere(unmatched: Sequence[Mapping[str, Sequence[str]]]) -> No
                 hint = f"Did you mean {alternatives}?"
             raise ConfigError(
                 f"module_precision= has the pattern {pattern!r}, and no module on any rank has a "
-                "name "
-                f"that matches it. {hint}"
+                f"name that matches it. {hint}"
             )
 
 

@@ -230,8 +230,7 @@ class PrecisionContract:
                 hint = similar_names(key, list(_KEYS))
                 raise ConfigError(
                     f"modules= of a PrecisionContract has the key {key!r} for the pattern "
-                    f"{pattern!r}. The "
-                    f"keys are {keys}. {hint}"
+                    f"{pattern!r}. The keys are {keys}. {hint}"
                 )
             exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
         object.__setattr__(self, "modules", exceptions)
@@ -401,8 +400,7 @@ def _dtypes(key: str, given: Any) -> tuple[str, ...]:
             hint = similar_names(name, _NAMES)
             raise ConfigError(
                 f"{key}= of a PrecisionContract was {name!r}, which is no dtype. Choose from "
-                f"{choices}, or "
-                f"pass a torch.dtype. {hint}"
+                f"{choices}, or pass a torch.dtype. {hint}"
             )
     return names
 
@@ -481,8 +479,7 @@ _FIXES: tuple[tuple[Callable[[Violation], bool], str], ...] = (
     (
         lambda it: it.key == "norms" and _half(it),
         "keep these norms in float32: set_module_precision(norm, 'fp32'), and under FSDP2 a "
-        "fully_shard "
-        "of their own without param_dtype",
+        "fully_shard of their own without param_dtype",
     ),
     (
         lambda it: it.key == "param_all_gather" and "fp8" in it.declared,

@@ -163,8 +163,7 @@ def find_first_nonfinite(
         if not isinstance(model, nn.Module) or not callable(step):
             raise TypeError(
                 "find_first_nonfinite takes a function that runs forward and backward, and the "
-                "model, a "
-                f"torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
+                f"model, a torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
             )
         kept = _Kept(model)
     return _search(step, model, kept, (), False, group)

@@ -112,9 +112,9 @@ class Settings:
     @functools.cached_property
     def text(self) -> str:
         """The settings as ranks compare them: a line ``name=value`` for each."""
-        rule = self.schedule
+        rule = self.loss_scale
         values = {
-            "schedule": type(rule).__name__,
+            "loss_scale": type(rule).__name__,
             **{field.name: getattr(rule, field.name) for field in fields(rule)},
             "fp16_grads": self.fp16_grads,
             "max_consecutive_skips": self.max_consecutive_skips,

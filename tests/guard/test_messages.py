@@ -563,11 +563,11 @@ def test_replicas_with_unequal_gradients_read_their_norms_and_three_ways_out(cal
         "GradientError",
         "The norms of the gradients differ between ranks, from 0.5 to 1.5. Plain tensors count as "
         "replicas, whose gradients are equal on all ranks. If each rank holds other parameters "
-        "(experts, stages), pass shard_group_fn=function, which returns True for such a "
-        "parameter, or the "
-        "group over which it is cut. If the gradients should be equal, some were not reduced: the "
-        "parameter was frozen when the model was wrapped, or the backward pass went around the "
-        "wrapper. If only rounding makes them differ, pass is_replicated_fn=lambda p: True.",
+        "(experts, stages), pass shard_group_fn=function, which returns True for such a parameter, "
+        "or the group over which it is cut. If the gradients should be equal, some were not "
+        "reduced: the parameter was frozen when the model was wrapped, or the backward pass went "
+        "around the wrapper. If only rounding makes them differ, pass is_replicated_fn=lambda p: "
+        "True.",
     )
 
 

@@ -97,17 +97,16 @@ def _refused_precision(precision: Any) -> str:
 def test_an_unknown_precision_of_a_module_is_refused_with_a_similar_one():
     assert _refused_precision({"0": "float32"}) == (
         "module_precision= has no precision 'float32' for the pattern '0'. Choose from 'fp32', "
-        "'fp16', "
-        "'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'. Did you mean 'fp32'?"
+        "'fp16', 'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'. Did you mean "
+        "'fp32'?"
     )
 
 
 def test_a_precision_of_a_module_that_is_like_no_other_is_refused_without_a_guess():
     assert _refused_precision({"0": "high"}) == (
         "module_precision= has no precision 'high' for the pattern '0'. Choose from 'fp32', "
-        "'fp16', "
-        "'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'. There is no similar "
-        "name."
+        "'fp16', 'bf16', 'fp32:keep_output', 'fp16:keep_output', 'bf16:keep_output'. There is no "
+        "similar name."
     )
 
 
@@ -121,17 +120,15 @@ def test_a_key_that_is_no_pattern_is_refused_with_an_example():
 def test_a_list_instead_of_a_mapping_is_refused_with_an_example():
     assert _refused_precision(["0"]) == (
         "module_precision= must map patterns over module names to precisions, as in {'*.norm': "
-        "'fp32'}, "
-        "not ['0']."
+        "'fp32'}, not ['0']."
     )
 
 
 def test_a_pattern_that_is_like_no_module_is_refused_without_a_guess():
     assert _refused_precision({"*nrom*": "fp32"}) == (
         "module_precision= has the pattern '*nrom*', and no module on any rank has a name that "
-        "matches "
-        "it. There is no similar name. model.named_modules() lists the names. For the whole model "
-        "call set_module_precision(model, ...)."
+        "matches it. There is no similar name. model.named_modules() lists the names. For the "
+        "whole model call set_module_precision(model, ...)."
     )
 
 

@@ -236,17 +236,16 @@ def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
         (
             {"compute": "half"},
             "compute= of a PrecisionContract was 'half', which is no dtype. Choose from 'fp32', "
-            "'bf16', "
-            "'fp16', 'fp8', 'fp64', 'int8', 'uint8', or pass a torch.dtype. Did you mean 'fp16'?",
+            "'bf16', 'fp16', 'fp8', 'fp64', 'int8', 'uint8', or pass a torch.dtype. Did you mean "
+            "'fp16'?",
         ),
         ({"compute": ("fp32", 3)}, "was '3', which is no dtype. Choose from 'fp32', 'bf16', "),
         ({"compute": "bfloat"}, "torch.dtype. Did you mean 'bf16'?"),
         (
             {"modules": {"head": {"compoot": "fp32"}}},
             "modules= of a PrecisionContract has the key 'compoot' for the pattern 'head'. The "
-            "keys are "
-            "'parameters', 'compute', 'norms', 'gather', 'reduce', 'activations', 'masters', "
-            "'optimizer_state'. Did you mean 'compute'?",
+            "keys are 'parameters', 'compute', 'norms', 'gather', 'reduce', 'activations', "
+            "'masters', 'optimizer_state'. Did you mean 'compute'?",
         ),
     ],
 )
