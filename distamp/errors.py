@@ -19,9 +19,6 @@ against torch keeps catching what it caught. Other argument mistakes raise plain
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
-
 __all__ = [
     "CallOrderError",
     "ConfigError",
@@ -32,14 +29,7 @@ __all__ = [
     "NonFiniteGradientsError",
     "RankMismatchError",
     "ReplicaMismatchError",
-    "count_text",
-    "lines_by_rank",
-    "ranks_text",
-    "similar_names",
 ]
-
-#: The largest number of lines about ranks in one message.
-_MAX_LINES = 8
 
 
 class DistampError(Exception):
@@ -79,81 +69,3 @@ class LossScaleCollapseError(NonFiniteGradientsError):
 
 
 # -- phrases ---------------------------------------------------------------------------------------
-
-
-def count_text(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 step", "2 steps"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}s"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks in order, with each run of three or more as a range: "ranks 0-16, 18, 19"."""
-    runs: list[list[int]] = []
-    last = None
-    for rank in sorted(ranks):
-        if last is None or rank > last + 1:
-            runs.append([])
-        runs[-1].append(rank)
-        last = rank
-    parts: list[str] = []
-    count = 0
-    for run in runs:
-        count += len(run)
-        if len(run) > 2:
-            parts.append(f"{run[0]}-{run[-1]}")
-        else:
-            parts.extend(map(str, run))
-    text = ", ".join(parts)
-    return f"rank {text}" if count == 1 else f"ranks {text}"
-
-
-def lines_by_rank(text_by_rank: Iterable[tuple[int, str]]) -> list[str]:
-    """Return an indented line for each text, with all ranks that have it.
-
-    The line of the fewest ranks comes first, because those ranks are most likely the cause.
-
-    Args:
-        text_by_rank: Pairs of a rank and its text.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in text_by_rank:
-        ranks_of.setdefault(text, []).append(rank)
-    groups: list[tuple[int, int, str]] = []
-    for text, ranks in ranks_of.items():
-        groups.append((len(ranks), min(ranks), text))
-    groups.sort()
-    lines: list[str] = []
-    num_left = 0
-    for count, _, text in groups:
-        if len(lines) == _MAX_LINES:
-            num_left += count
-        else:
-            ranks = ranks_of[text]
-            lines.append(f"  {ranks_text(ranks)}: {text}")
-    if num_left:
-        noun = count_text(num_left, "more rank")
-        lines.append(f"  {noun}: other values")
-    return lines
-
-
-def similar_names(name: object, candidates: Sequence[str], cutoff: float = 0.6) -> str:
-    """Return a sentence with the candidates that are most similar to a name.
-
-    The case of letters does not matter, and torch's name of a dtype counts as our short one.
-    """
-    original: dict[str, str] = {}
-    for candidate in candidates:
-        original[candidate.lower()] = candidate
-    short = str(name).lower()
-    short = short.replace("bfloat", "bf")
-    short = short.replace("float", "fp")
-    if short in original:
-        return f"Did you mean {original[short]!r}?"
-    matches = difflib.get_close_matches(short, original, cutoff=cutoff)
-    if not matches:
-        return "There is no similar name."
-    quoted = [repr(original[match]) for match in matches]
-    alternatives = " or ".join(quoted)
-    return f"Did you mean {alternatives}?"

@@ -11,7 +11,8 @@ from typing import Any, Literal, Self
 
 import torch
 
-from distamp.errors import ConfigError, similar_names
+from distamp.error_text import similar_names
+from distamp.errors import ConfigError
 from distamp.module_names import module_names
 
 __all__ = ["APEX_NAMES", "LEVELS", "PrecisionLevel"]

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from distamp.errors import RankMismatchError, lines_by_rank
+from distamp.error_text import lines_by_rank
+from distamp.errors import RankMismatchError
 
 __all__ = ["Hosts", "Row", "agreed", "hosts_of"]
 

@@ -63,13 +63,13 @@ class ByNorm(NamedTuple):
         """The arguments as ranks compare them, without a limit that lies on a device."""
         text = declared_text(self.is_replicated_fn, self.shard_group_fn)
         if self.max_norm is None and self.skip_norm_above is None:
-            text += "\ntogether=True"
+            text += "\nall_or_none=True"
         if self.max_norm is not None:
             text += f"\nmax_norm={self.max_norm}"
         if isinstance(self.skip_norm_above, Tensor):
-            text += "\nskip_above=a tensor"
+            text += "\nskip_norm_above=a tensor"
         elif self.skip_norm_above is not None:
-            text += f"\nskip_above={self.skip_norm_above}"
+            text += f"\nskip_norm_above={self.skip_norm_above}"
         return text
 
     def verdict(self, total: float | Tensor) -> Verdict:
@@ -106,9 +106,9 @@ def declared_text(
     """Return a line for each declaration that was given, as ranks compare them."""
     text = ""
     if is_replicated_fn is not None:
-        text += "\nreplicated=..."
+        text += "\nis_replicated_fn=..."
     if shard_group_fn is not None:
-        text += "\nsharded=..."
+        text += "\nshard_group_fn=..."
     return text
 
 

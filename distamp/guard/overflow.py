@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distamp.errors import ranks_text
+from distamp.error_text import ranks_text
 from distamp.fsdp_params import sharded_params
 from distamp.gradients import local_gradients, local_of
 from distamp.optimizers import describe, parameter_names, parameters_of

@@ -57,14 +57,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp import host
+from distamp.error_text import count_text, lines_by_rank
 from distamp.errors import (
     CallOrderError,
     ConfigError,
     GradientError,
     RankMismatchError,
     ReplicaMismatchError,
-    count_text,
-    lines_by_rank,
 )
 from distamp.groups import Group, GroupLike, reach, resolve
 
@@ -663,7 +662,7 @@ class Ranks:
 
         def read(values: list[float]) -> None:
             if not values[0] or problem is not None or not scales:
-                above = "" if limit is None else f"\nskip_above={limit.item()}"
+                above = "" if limit is None else f"\nskip_norm_above={limit.item()}"
                 self._compare(group, call, counted, problem, above, late=True)
             self.clips_agree = self.clips_agree and not values[4]
             for absence, count in zip(absences, values[1 + _HEAD :], strict=False):

@@ -21,13 +21,13 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from distamp import clipping, host
 from distamp.callers import stacklevel_of_caller
+from distamp.error_text import count_text
 from distamp.errors import (
     CallOrderError,
     ConfigError,
     LossScaleCollapseError,
     NonFiniteGradientsError,
     ReplicaMismatchError,
-    count_text,
 )
 from distamp.gradients import flag_of, local_gradients, multiply, without_grad
 from distamp.groups import Group, gather_sums

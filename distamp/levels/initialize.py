@@ -113,6 +113,8 @@ def initialize(
     """
     for name in unknown:
         raise _unexpected_argument(name)
+    models = _several("model", model, nn.Module)
+    stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     level = PrecisionLevel.from_name(
         _chosen_level(level, opt_level),
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -121,8 +123,6 @@ def initialize(
         module_precision=module_precision,
     )
     loss_scale_rule, first_scale = _loss_scale_rule(level, loss_scale, init_scale)
-    models = _several("model", model, nn.Module)
-    stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
     wrappings = tuple(map(recognise, models))
     if op_lists is not None and not level.autocasts:
         raise ConfigError(

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import RankMismatchError, lines_by_rank, ranks_text
+from distamp.error_text import lines_by_rank, ranks_text
+from distamp.errors import RankMismatchError
 from distamp.levels.kept import unmatched_everywhere
 from distamp.optimizers import unwrapped
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.errors import ConfigError, similar_names
+from distamp.error_text import similar_names
+from distamp.errors import ConfigError
 from distamp.groups import GroupLike
 from distamp.precision_level import PrecisionLevel
 from distamp.report.following import (

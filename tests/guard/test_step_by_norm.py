@@ -161,7 +161,7 @@ def _gradients_of_a_skip(make: Any, name: str, **limits: float) -> list[Any]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_step_that_skip_above_skips_does_not_clip(make, name):
+def test_a_step_that_skip_norm_above_skips_does_not_clip(make, name):
     expected = _gradients_of_a_skip(make, name)
     found = _gradients_of_a_skip(make, name, max_norm=1.0)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distamp import initialize
+from distamp import cast_model, initialize
 from distamp.errors import CallOrderError, ConfigError, RankMismatchError
 from distamp.levels.amp import Amp
 from distamp.precision_level import LEVELS
@@ -76,14 +76,40 @@ def test_an_unknown_level_is_refused_with_the_levels_and_a_similar_one():
 
 def test_a_level_with_a_zero_is_refused_with_the_letter():
     assert _refused_level("02") == (
-        "There is no level '02'. Choose from LEVELS. Did you mean 'fp16-O2', with the letter O?"
+        "There is no level '02'. Choose from LEVELS. Did you mean 'O2', with the letter O?"
     )
 
 
 def test_a_level_that_is_like_no_other_is_refused_without_a_guess():
-    assert _refused_level(None) == (
-        "There is no level None. Choose from LEVELS. There is no similar name."
+    assert _refused_level("x") == (
+        "There is no level 'x'. Choose from LEVELS. There is no similar name."
     )
+
+
+def test_a_level_has_no_default():
+    needed = error_of(initialize, *_trained())
+    assert needed == (
+        "TypeError",
+        "initialize() needs a level, because there is no default. Pass level='bf16' on devices "
+        "that compute in bfloat16, else level='fp16', as in initialize(model, optimizer, 'bf16').",
+    )
+    both = error_of(initialize, *_trained(), "bf16", opt_level="O1")
+    assert both == (
+        "TypeError",
+        "initialize() got level='bf16' and opt_level='O1', which are two names of one argument. "
+        "Pass level alone.",
+    )
+
+
+def test_cast_model_takes_no_dtype_and_names_the_levels_of_that_dtype():
+    refused = error_of(cast_model, nn.Linear(2, 2), torch.bfloat16)
+    assert refused == (
+        "TypeError",
+        "cast_model() takes the name of a level, not torch.bfloat16. Pass 'bf16-O2' to train with "
+        "float32 master weights, or 'bf16-O3' to train without them.",
+    )
+    name, text = error_of(cast_model, nn.Linear(2, 2))
+    assert (name, text[:28]) == ("TypeError", "cast_model() needs one level")
 
 
 def _refused_precision(precision: Any) -> str:

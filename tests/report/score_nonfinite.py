@@ -53,7 +53,7 @@ class Answer:
     said: str = "nothing"
 
 
-def by_first_nonfinite(place: int) -> Answer:
+def by_find_first_nonfinite(place: int) -> Answer:
     model, step = build(PLANTS[place])
     found = distamp.find_first_nonfinite(step, model)
     if found is None:
@@ -143,7 +143,7 @@ def on_ranks(function: Callable[[int], Answer], pool: RankPool, place: int) -> A
 
 
 TOOLS: dict[str, Callable[[RankPool, int], Answer]] = {
-    "find_first_nonfinite": lambda pool, place: on_ranks(by_first_nonfinite, pool, place),
+    "find_first_nonfinite": lambda pool, place: on_ranks(by_find_first_nonfinite, pool, place),
     "DebugUnderflowOverflow": lambda pool, place: on_ranks(by_hooks, pool, place),
     "set_detect_anomaly": anomaly,
 }
