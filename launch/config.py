@@ -38,6 +38,7 @@ RENAMED_FLAGS = {
     "keep": "keep_checkpoints",
     "check": "dry_run",
     "final_lr": "min_lr_ratio",
+    "skip_above": "skip_norm_above",
 }
 # Flags that took a plain number before 0.1.0, with the unit of that number.
 _FORMER_UNITS = {"timeout": "s", "max_time": "m"}

@@ -144,7 +144,9 @@ class Metrics(contextlib.ExitStack):
         if not record.get("taken", True):
             finite = math.isfinite(record["gradient_norm"])
             shown["why"] = (
-                f"norm above --skip-above {config.skip_norm_above:g}" if finite else "not finite"
+                f"norm above --skip-norm-above {config.skip_norm_above:g}"
+                if finite
+                else "not finite"
             )
         parts = [(form, shown[key]) for key, form in _SHOWN.items() if key in shown]
         return "  ".join(form.format(value, unit=self._unit) for form, value in parts)

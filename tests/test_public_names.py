@@ -39,6 +39,8 @@ def test_every_name_on_a_page_exists() -> None:
         found: object = distamp
         for part in name.split(".")[1:]:
             found = getattr(found, part, None)
+        if name == "distamp.integrations":
+            continue  # Its modules need the trainers' packages.
         if found is None and not _is_imported_from(module, attribute):
             missing.append(name)
     assert missing == []

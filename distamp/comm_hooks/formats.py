@@ -127,7 +127,9 @@ def comm_format(name: str) -> CommFormat:
         ValueError: There is none; the message names the choices.
     """
     if name not in COMM_FORMATS:
-        raise ValueError(f"unknown wire format {name!r}: choose one of {', '.join(COMM_FORMATS)}")
+        raise ValueError(
+            f"There is no communication format {name!r}. Choose one of {', '.join(COMM_FORMATS)}."
+        )
     return COMM_FORMATS[name]
 
 

@@ -90,8 +90,8 @@ def register_comm_hook(
             name = type(torch_compat.not_compiled(model)).__name__
             raise RuntimeError(
                 f"This {name} has a communication hook already, and torch takes one for each "
-                "wrapper. Call register() or pass comm_hook= once. For another format wrap the "
-                "model again."
+                "wrapper. Call register_comm_hook() or pass comm_hook= "
+                "once. For another format wrap the model again."
             )
         gathers = None if param_format is None else comm_format(param_format)
         chosen = _fitting(format, wrapped)
@@ -133,8 +133,13 @@ def register_comm_hook(
 
 
 def hook_of(model: nn.Module) -> CommHook | None:
-    """Return the hook that `register_comm_hook` gave this model, or None if it has none."""
-    return getattr(torch_compat.not_compiled(model), _MARK, None)
+    """Return the hook that `register_comm_hook` gave this model.
+
+    Returns:
+        None if the model has no hook, or is a copy of a model that has one.
+    """
+    hook: CommHook | None = getattr(torch_compat.not_compiled(model), _MARK, None)
+    return None if hook is not None and hook.is_copy else hook
 
 
 def _connect(state: CommHook, wrapped: Wrapped, tables: Tables) -> None:

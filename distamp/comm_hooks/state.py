@@ -66,6 +66,8 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
         # ``gather``.
         self.param_format: CommFormat | None = None
         self.counts = HookStats()
+        #: Whether this is a copy, which no model calls because torch registers no hook on copies.
+        self.is_copy = False
         given = None if process_group is None else weakref.ref(process_group)
         self._group: Callable[[], ProcessGroup | None] = given or torch_compat.default_group
         self._exchanges: dict[tuple[str, torch.device], Exchange | None] = {}
@@ -130,6 +132,7 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CommHook.__init__(self, state["wire"])
+        self.is_copy = True
         warnings.warn(
             "a copy of a module with a communication hook sends gradients uncompressed, as fp32: "
             "torch registers no hook on copies. If this one is trained, call "

@@ -186,7 +186,7 @@ class Asked:
         """
         if not self._enabled:
             return not self._unguarded(optimizer).last_step
-        state = self._asked("stepped", optimizer, "step()")
+        state = self._asked("step_was_taken", optimizer, "step()")
         if state.last_step is None:
             raise CallOrderError("stepped() was called before step() for this optimizer")
         return not bool(state.was_idle) and not bool(state.last_step)

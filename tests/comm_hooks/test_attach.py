@@ -148,7 +148,7 @@ def test_power_sgd_is_refused_with_the_reason():
 
 @pytest.mark.parametrize("state", [None, "fp16", object()], ids=lambda s: type(s).__name__)
 def test_what_is_no_hook_is_refused(state):
-    with pytest.raises(TypeError, match=r"attach\(\) takes what"):
+    with pytest.raises(TypeError, match=r"attach_comm_hook\(\) takes what"):
         DistGradScaler("cpu").attach_comm_hook(state)
 
 

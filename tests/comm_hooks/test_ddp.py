@@ -258,7 +258,9 @@ def pickled(model: nn.Module) -> Any:
 def test_a_model_with_a_hook_can_be_copied_and_its_copy_says_how_it_is_registered(copied):
     model, _ = wrapped(mlp(*WIDTHS), "int8")
     model(inputs(0, WIDTHS[0])).square().mean().backward()
-    with pytest.warns(UserWarning, match=r'uncompressed.*comm_hooks\.register\(model, "int8"\)'):
+    with pytest.warns(
+        UserWarning, match=r'uncompressed.*comm_hooks\.register_comm_hook\(model, "int8"\)'
+    ):
         twin = copied(model)
     again = comm_hooks.register_comm_hook(twin, "int8")
     for each in (model, twin):

@@ -140,7 +140,7 @@ def test_pipeline_stages_register_at_different_times():
         ([-2] * 4, "ranks_per_host is -2"),
         ([3] * 4, "ranks_per_host is 3"),
         ([8] * 4, "ranks_per_host is 8"),
-        ([1, 2, 1, 2], r"rank 0, 2: .*ranks_per_host=2"),
+        ([1, 2, 1, 2], r"ranks 1, 3: .*ranks_per_host=2"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused_on_every_rank(given, match):

@@ -54,10 +54,10 @@ def _hybrid() -> tuple[Any, dict[str, Any]]:
 HALF, BF16 = torch.float16, torch.bfloat16
 # What is said of a model and of the arguments beside it.
 MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    "unknown wire format 'fp12'": lambda: (spread("DDP")[0], {"wire": "fp12"}),
+    "There is no communication format 'fp12'": lambda: (spread("DDP")[0], {"format": "fp12"}),
     "cannot give OrderedDict a communication hook": lambda: (mlp(*WIDTHS).state_dict(), {}),
     "cannot give Sequential a communication hook": lambda: (mlp(*WIDTHS), {}),
-    "replicas and gather are for a model that fully_shard was applied to": lambda: (
+    "replicas and param_format are for a model that fully_shard was applied to": lambda: (
         spread("DDP")[0],
         {"replicas": dist.group.WORLD},
     ),
@@ -69,7 +69,7 @@ MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "reduced in torch.float16, which takes 2: choose no hook, or reduce in": lambda: spread(
         "FSDP1", mixed_precision=MixedPrecision(param_dtype=HALF)
     ),
-    "needs error feedback": lambda: (spread("FSDP1")[0], {"wire": "int8"}),
+    "needs error feedback": lambda: (spread("FSDP1")[0], {"format": "int8"}),
     "not supported for hybrid strategies": _hybrid,
     "has a custom collective (WireReduceScatter) already": lambda: _registered("FSDP2"),
     "reduced in torch.bfloat16, which takes 2: choose 'int8' or no hook": lambda: spread(
@@ -77,7 +77,7 @@ MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     ),
     "format 'bf16' takes 2 bytes an element, and gradients are reduced in torch.float16": lambda: (
         DistributedDataParallel(mlp(*WIDTHS).half()),
-        {"wire": "bf16"},
+        {"format": "bf16"},
     ),
     "not DeviceMesh; of a DeviceMesh give mesh.get_group()": lambda: (
         spread("FSDP2")[0],
@@ -116,7 +116,9 @@ def _with_two_meshes_in_a_module() -> Any:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("options", [{}, {"wire": "int8", "gather": "int8"}], ids=["fp16", "int8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "int8", "param_format": "int8"}], ids=["fp16", "int8"]
+)
 def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(options):
     model, plain = _with_two_meshes_in_a_module(), _with_two_meshes_in_a_module()
     with pytest.raises(ValueError, match=r"FSDPSequential has 2 groups .* fully_shard to a module"):
@@ -203,7 +205,7 @@ def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_wa
         rf"The ranks register different communication hooks, and none was registered{says}",
     )
     if other == "fp61" and odd:
-        error, says = ValueError, "unknown wire format 'fp61'"
+        error, says = ValueError, "There is no communication format 'fp61'"
     with pytest.raises(error, match=says):
         comm_hooks.register_comm_hook(model, other if odd else "fp16", **options)
     comm_hooks.register_comm_hook(

@@ -91,7 +91,7 @@ class OfItsOwn(torch.optim.SGD):
     """An optimizer that clips by itself."""
 
     def step(  # type: ignore[override]
-        self, max_norm: float = 1.0, sharded: Any = None, replicated: Any = None
+        self, max_norm: float = 1.0, shard_group_fn: Any = None, is_replicated_fn: Any = None
     ) -> None:
         """As SGD."""
 

@@ -393,7 +393,9 @@ def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 4)
     norms = [row["gradient_norm"] for row in jobs.train(tmp_path / "1", args) if "loss" in row]
     limit = (norms[0] + max(norms)) / 2 if norms[0] < max(norms) else norms[0] * 0.999
-    rows = [r for r in jobs.train(tmp_path / "2", (*args, "--skip-above", limit)) if "loss" in r]
+    rows = [
+        r for r in jobs.train(tmp_path / "2", (*args, "--skip-norm-above", limit)) if "loss" in r
+    ]
     assert [row["taken"] for row in rows] == [row["gradient_norm"] <= limit for row in rows]
     assert not all(row["taken"] for row in rows)
 

@@ -236,16 +236,16 @@ def test_it_is_json_and_a_contract_comes_back_from_it(tmp_path):
         (
             {"compute": "half"},
             "compute= of a PrecisionContract was 'half', which is no dtype. Choose from 'fp32', "
-            "'bf16', 'fp16', 'fp8', 'fp64', 'int8', 'uint8', or pass a torch.dtype. Did you mean "
-            "'fp16'?",
+            "'bf16', 'fp16', 'fp8', 'fp64', 'int8', 'uint8', or pass a torch.dtype. There is no "
+            "similar name.",
         ),
         ({"compute": ("fp32", 3)}, "was '3', which is no dtype. Choose from 'fp32', 'bf16', "),
         ({"compute": "bfloat"}, "torch.dtype. Did you mean 'bf16'?"),
         (
             {"modules": {"head": {"compoot": "fp32"}}},
             "modules= of a PrecisionContract has the key 'compoot' for the pattern 'head'. The "
-            "keys are 'parameters', 'compute', 'norms', 'gather', 'reduce', 'activations', "
-            "'masters', 'optimizer_state'. Did you mean 'compute'?",
+            "keys are 'parameters', 'compute', 'norms', 'param_all_gather', 'grad_reduce', "
+            "'activations', 'master_weights', 'optimizer_state'. Did you mean 'compute'?",
         ),
     ],
 )
@@ -349,10 +349,10 @@ def test_weights_that_a_hook_gathers_are_gathered_and_no_gradients(level):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("param_all_gather", ["int8", "bf16"])
-def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
+@pytest.mark.parametrize("param_format", ["int8", "bf16"])
+def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(param_format):
     model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-    hook = register_comm_hook(model, "fp16", param_format=gather)
+    hook = register_comm_hook(model, "fp16", param_format=param_format)
 
     def step() -> None:
         model(torch.ones(4, 64)).sum().backward()
@@ -363,7 +363,7 @@ def test_a_contract_names_weights_that_a_hook_gathers_in_another_format(gather):
     assert (violation.key, violation.declared, violation.found) == (
         "param_all_gather",
         ("fp32",),
-        gather,
+        param_format,
     )
 
 

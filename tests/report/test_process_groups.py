@@ -124,7 +124,7 @@ def updates(model: nn.Module, guard: Any) -> None:
     [
         ((checks, searches), ("PrecisionContract.check()", "find_first_nonfinite()")),
         ((searches, updates), ("find_first_nonfinite()", "step")),
-        ((updates, checks), ("step", "PrecisionContract.check()")),
+        ((updates, checks), ("step()", "PrecisionContract.check()")),
     ],
 )
 def test_ranks_that_make_different_calls_raise_on_each_and_name_both(calls, says):
@@ -134,7 +134,7 @@ def test_ranks_that_make_different_calls_raise_on_each_and_name_both(calls, says
         calls[dist.get_rank()](model, guard)
     for rank, name in enumerate(says):
         (line,) = [each for each in str(raised.value).splitlines() if f"rank {rank}:" in each]
-        assert f"call='{name}'" in line
+        assert name in line
 
 
 @on_ranks(2)

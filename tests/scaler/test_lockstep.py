@@ -141,7 +141,7 @@ DIFFERS: list[tuple[Callable[..., None], list[Any], list[str]]] = [
     (clips_otherwise, ["norm_type"], ["rank 0: norm_type=2.0\n", "rank 1: norm_type=1.0\n"]),
     (
         clips_otherwise,
-        ["sharded"],
+        ["shard_group_fn"],
         ["rank 0: no shard_group_fn=\n", "rank 1: shard_group_fn=...\n"],
     ),
     (is_changed, ["growth_interval"], ["rank 0: growth_interval=2000\n", "growth_interval=5\n"]),

@@ -105,7 +105,7 @@ def test_a_step_passes_arguments_on_and_returns_what_the_optimizer_returns():
 
 def test_what_is_told_of_each_iteration_and_before_its_time():
     (parameter, optimizer), scaler = sgd(), cpu_scaler()
-    for question in (scaler.stepped, scaler.found_inf, scaler.step_counts):
+    for question in (scaler.step_was_taken, scaler.found_inf, scaler.step_counts):
         with pytest.raises(CallOrderError, match=rf"{question.__name__}\(\) was called before"):
             question(optimizer)
     scaler.register_optimizers(optimizer)
