@@ -202,7 +202,7 @@ def _layout_of(level: PrecisionLevel) -> str:
     named = {
         "parameters": level.param,
         "keep_batchnorm_fp32": level.keep_batchnorm_fp32,
-        "precision": dict(level.pins),
+        "module_precision": dict(level.pins),
         "float8": level.float8,
         "float8_all_gather": level.float8_all_gather,
     }

@@ -122,7 +122,7 @@ FORMER_CONFIG = """\
  "beta2": 0.95,
  "eps": 0.0,
  "clip": 0.5,
- "skip_norm_above": 0.0,
+ "skip_above": 0.0,
  "on_nonfinite": "skip",
  "ema": 0.0,
  "steps": 8,

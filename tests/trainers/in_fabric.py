@@ -81,7 +81,7 @@ def train(
             run.norms += [float(norm)] if clip else []
         stepper.step(**step)
         run.weights.append(digest(wrapped))
-        stepped = getattr(plugin.scaler, "stepped", lambda optimizer: None)
+        stepped = getattr(plugin.scaler, "step_was_taken", lambda optimizer: None)
         run.skipped.append(stepped(optimizer) is False)
     run.scale = plugin.scaler.get_scale()
     return run

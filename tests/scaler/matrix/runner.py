@@ -133,7 +133,7 @@ class Runner:
             None if not self._has_gradients(o) else not _same(old, self._local_parameters(o))
             for old, o in zip(before, self.optimizers, strict=True)
         ]
-        if hasattr(self.scaler, "stepped"):
+        if hasattr(self.scaler, "step_was_taken"):
             outcome.said_stepped = [self.scaler.step_was_taken(o) for o in self.optimizers]
         for part, skipped in enumerate(outcome.expected_skips):
             if not skipped:
