@@ -42,7 +42,7 @@ SCALERS: dict[str, Callable[[Program, Layout], Any]] = {
     ),
     "guard": lambda program, layout: StepGuard(layout.process_group()),
     "torch": lambda program, layout: _made(torch.amp.GradScaler, program),
-    "shard_group_fn": lambda program, layout: _made(
+    "sharded": lambda program, layout: _made(
         ShardedGradScaler, program, process_group=_group(layout) or dist.group.WORLD
     ),
     "none": lambda program, layout: torch.amp.GradScaler(device_type(), enabled=False),
