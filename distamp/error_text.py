@@ -42,7 +42,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def lines_by_rank(text_by_rank: Iterable[tuple[int, str]]) -> list[str]:
     """Return an indented line for each text, with all ranks that have it.
 
-    The line of the fewest ranks comes first, because those ranks are most likely the cause.
+    The line of the fewest ranks comes first, because they are most likely the cause.
 
     Args:
         text_by_rank: Pairs of a rank and its text.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
@@ -15,7 +15,10 @@ from distamp.error_text import similar_names
 from distamp.errors import ConfigError
 from distamp.module_names import module_names
 
-__all__ = ["APEX_NAMES", "LEVELS", "PrecisionLevel"]
+__all__ = ["APEX_NAMES", "LEVELS", "LevelLike", "PrecisionLevel"]
+
+#: What stands for a level in a call: its name, the dtype of that name, or the level itself.
+LevelLike: TypeAlias = "str | torch.dtype | PrecisionLevel"
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -155,7 +158,7 @@ class PrecisionLevel:
     @classmethod
     def from_name(
         cls,
-        level: str | torch.dtype | PrecisionLevel,
+        level: LevelLike,
         *,
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | Literal["split"] | None = None,

@@ -40,24 +40,24 @@ def test_float16_levels_run_a_scaler_and_others_where_they_are_asked_to(level):
         assert PrecisionLevel.from_name(level, loss_scale=loss_scale).scales
 
 
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        ("O0", "fp32"),
-        ("O1", "fp16"),
-        ("O2", "fp16-O2"),
-        ("O3", "fp16-O3"),
-        ("o1", "fp16"),
-        ("FP16", "fp16"),
-        ("bf16-o2", "bf16-O2"),
-        ("FP8-Rowwise", "fp8-rowwise"),
-        (torch.float32, "fp32"),
-        (torch.float16, "fp16"),
-        (torch.bfloat16, "bf16"),
-    ],
-)
-def test_a_level_is_found_by_apexs_name_a_dtype_and_in_any_case(name, level):
-    assert PrecisionLevel.from_name(name) == LEVELS[level]
+def test_apexs_names_are_names_of_levels():
+    assert PrecisionLevel.from_name("O0") == LEVELS["fp32"]
+    assert PrecisionLevel.from_name("O1") == LEVELS["fp16"]
+    assert PrecisionLevel.from_name("O2") == LEVELS["fp16-O2"]
+    assert PrecisionLevel.from_name("O3") == LEVELS["fp16-O3"]
+
+
+def test_a_name_may_be_in_any_case():
+    assert PrecisionLevel.from_name("o1") == LEVELS["fp16"]
+    assert PrecisionLevel.from_name("FP16") == LEVELS["fp16"]
+    assert PrecisionLevel.from_name("bf16-o2") == LEVELS["bf16-O2"]
+    assert PrecisionLevel.from_name("FP8-Rowwise") == LEVELS["fp8-rowwise"]
+
+
+def test_a_dtype_is_the_level_of_its_name():
+    assert PrecisionLevel.from_name(torch.float32) == LEVELS["fp32"]
+    assert PrecisionLevel.from_name(torch.float16) == LEVELS["fp16"]
+    assert PrecisionLevel.from_name(torch.bfloat16) == LEVELS["bf16"]
 
 
 @pytest.mark.parametrize(

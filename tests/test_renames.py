@@ -53,15 +53,15 @@ def find(path: str) -> Any:
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
+            target: Any = importlib.import_module(".".join(parts[:length]))
         except ImportError:
             continue
         for position, name in enumerate(parts[length:], length):
-            if not hasattr(found, name):
+            if not hasattr(target, name):
                 is_last = position == len(parts) - 1
-                return name if is_last and name in instance_attributes(found) else None
-            found = getattr(found, name)
-        return found
+                return name if is_last and name in instance_attributes(target) else None
+            target = getattr(target, name)
+        return target
     return None
 
 
@@ -126,15 +126,19 @@ def test_values_of_levels_are_those_of_the_code() -> None:
     assert set(APEX_NAMES.values()) <= set(LEVELS)
 
 
-# Names that cannot be ordinary words or another library's names.
-DISTINCTIVE = {
-    old
-    for row in RENAMES
-    if row.kind in ("name", "method", "error")
-    and row.change in ("renamed", "removed")
-    and ("_" in (old := row.old.rpartition(".")[2]) or re.search(r"[a-z][A-Z]", old))
-    and old != row.new.rpartition(".")[2]
-}
+def distinctive_names() -> set[str]:
+    """Return old names that cannot be ordinary words or names of another library."""
+    names: set[str] = set()
+    for row in RENAMES:
+        old = row.old.rpartition(".")[2]
+        new = row.new.rpartition(".")[2]
+        is_compound = "_" in old or re.search(r"[a-z][A-Z]", old)
+        if row.kind in ("name", "method", "error") and is_compound and old != new:
+            names.add(old)
+    return names
+
+
+DISTINCTIVE = distinctive_names()
 
 
 @pytest.mark.parametrize("name", sorted(DISTINCTIVE))

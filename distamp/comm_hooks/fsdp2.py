@@ -66,7 +66,7 @@ class WireReduceScatter(_Comm):
         self._partial: Tensor | None = None
 
     def prepare(self, shards: ProcessGroup | None) -> None:
-        """Make what a checkpoint is loaded into."""
+        """Make tensors for a checkpoint to be loaded into."""
         device, dtype = self._param_group.device, _reduced_in(self._param_group)
         for group, kind in ((shards, "shards"), (self._replicas, "buckets")):
             if group is not None and group.size() > 1:

@@ -87,7 +87,8 @@ def register_comm_hook(
         if wrapped.refused is not None:
             raise ValueError(wrapped.refused)
         if not sharded and hook_of(model) is not None:
-            name = type(torch_compat.not_compiled(model)).__name__
+            wrapper = torch_compat.not_compiled(model)
+            name = type(wrapper).__name__
             raise RuntimeError(
                 f"This {name} has a communication hook already, and torch takes one for each "
                 "wrapper. Call register_comm_hook() or pass comm_hook= "

@@ -1,4 +1,4 @@
-"""What is known of an optimizer: in an iteration, and beyond it; and what its flags are."""
+"""The state of an optimizer: in one iteration, between iterations, and its flags."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepCounts:
 
 
 class OptimizerState:
-    """What survives an iteration, of one optimizer.
+    """The state of one optimizer between iterations.
 
     Attributes:
         optimizer: Weakly, the first that was given, which holds its gradients: ZeRO's, not the one
@@ -94,13 +94,13 @@ class OptimizerStates:
         state = self._states.get(id(inside))
         return state if state is not None and state.inside() is inside else None
 
-    def add(self, given: Any) -> OptimizerState:
+    def add(self, wrapper: Any) -> OptimizerState:
         """Return the state of an optimizer that is seen for the first time.
 
         Raises:
             TypeError: Not an optimizer, or something in it is not a tensor.
         """
-        optimizer = unwrapped(given)
+        optimizer = unwrapped(wrapper)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"expected an optimizer, not {type(optimizer).__name__}; several are given as "
@@ -133,8 +133,8 @@ class Resolved:
     It lies in torch's record of the iteration, so it goes where that is popped or replaced.
 
     Args:
-        given: What the user gave: perhaps a wrapper.
-        holder: What has the parameters.
+        given: The optimizer as it was passed, perhaps a wrapper.
+        holder: The optimizer that has the parameters.
         inside: What is inside all wrappers.
         stepping: Whose own ``step`` runs.
         source: Where its gradients are.
@@ -192,7 +192,7 @@ def check_step(record: dict[str, Any]) -> None:
 
 
 def merged(flags: Sequence[Tensor], device: torch.device) -> Flag:
-    """Return whether any flag is set, whatever others have done to them.
+    """Return whether any flag is set, also if other code has changed the flags.
 
     Returns:
         A bool where the loss scale is on the host, else 0-d float32 on ``device``: exactly 0 or 1.

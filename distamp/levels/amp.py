@@ -410,9 +410,9 @@ class Amp:
         """
         self._sync.drop_unreduced(set_to_none)
         to_none = set_to_none and SHARDED_DDP not in map(name_of, self.models)
-        everyone: tuple[Any, ...] = (*self.models, *self.optimizers)
-        for each in everyone:
-            each.zero_grad(set_to_none=to_none)
+        owners: tuple[Any, ...] = (*self.models, *self.optimizers)
+        for owner in owners:
+            owner.zero_grad(set_to_none=to_none)
 
     def check(self, step: Callable[[], Any]) -> ContractReport:
         """Run one step and compare its precisions with those of the level.
@@ -488,15 +488,15 @@ class Amp:
             )
         _check_keys(state)
         scale, masters = _scale_of(state), _list_of(state, "masters")
-        mine = self.masters
-        if masters and mine and len(masters) != len(mine):
+        masters_here = self.masters
+        if masters and masters_here and len(masters) != len(masters_here):
             raise ConfigError(
-                f"the state has the masters of {len(masters)} optimizers and {len(mine)} "
+                f"the state has the masters of {len(masters)} optimizers and {len(masters_here)} "
                 "have some here; initialize with the same optimizers"
             )
         for scaler in self._scalers() if scale is not None else ():
             _load_scale(scaler, scale)
-        for each, saved in zip(mine, masters, strict=False):
+        for each, saved in zip(masters_here, masters, strict=False):
             each.load_state_dict(saved)
 
     def flat_state_dict(self, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:

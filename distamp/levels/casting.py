@@ -23,7 +23,7 @@ from distamp.levels.kept import (
     unmatched_everywhere,
 )
 from distamp.levels.wrappers import recognise
-from distamp.precision_level import PrecisionLevel
+from distamp.precision_level import LevelLike, PrecisionLevel
 
 __all__ = ["O2_OF", "cast_as", "cast_model", "check_cast_before", "check_frozen", "prepare"]
 
@@ -35,9 +35,9 @@ _MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and
 
 def cast_model(
     model: _M,
-    level: str | PrecisionLevel | None = None,
+    level: LevelLike | None = None,
     *,
-    opt_level: str | PrecisionLevel | None = None,
+    opt_level: LevelLike | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
     module_precision: Mapping[str, str] | None = None,
@@ -103,27 +103,27 @@ def cast_model(
     return model
 
 
-def _named_level(
-    level: str | PrecisionLevel | None, opt_level: str | PrecisionLevel | None
-) -> str | PrecisionLevel:
+def _named_level(level: LevelLike | None, opt_level: LevelLike | None) -> LevelLike:
     """Return the level that was passed to `cast_model` under either of its two names.
 
     Raises:
         TypeError: None was passed, or both were, or a dtype, which does not tell whether an
             optimizer has float32 masters.
     """
-    chosen = opt_level if level is None else level
-    if chosen is None or (level is not None and opt_level is not None):
+    if level is not None and opt_level is not None:
         raise TypeError(
-            "cast_model() needs one level, as level= or by Apex's name opt_level=, and got "
-            f"level={level!r} and opt_level={opt_level!r}. Call cast_model(model, 'bf16-O2'), for "
-            "example."
+            f"cast_model() got level={level!r} and opt_level={opt_level!r}, which are two names of "
+            "one argument. Pass level alone."
         )
+    chosen = opt_level if level is None else level
+    if chosen is None:
+        raise TypeError("cast_model() needs a level, as in cast_model(model, 'bf16-O2').")
     if isinstance(chosen, torch.dtype):
-        o2 = O2_OF.get(chosen, "bf16-O2")
+        with_masters = O2_OF.get(chosen, "bf16-O2")
+        without_masters = with_masters.replace("O2", "O3")
         raise TypeError(
-            f"cast_model() takes the name of a level, not {chosen}. Pass {o2!r} to train with "
-            f"float32 master weights, or {o2.replace('O2', 'O3')!r} to train without them."
+            f"cast_model() takes the name of a level, not {chosen}. Pass {with_masters!r} to train "
+            f"with float32 master weights, or {without_masters!r} to train without them."
         )
     return chosen
 

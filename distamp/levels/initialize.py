@@ -30,7 +30,7 @@ from distamp.levels.rank_setup import (
 )
 from distamp.levels.wrappers import Wrapping, recognise
 from distamp.optimizers import parameters_of
-from distamp.precision_level import PrecisionLevel
+from distamp.precision_level import LevelLike, PrecisionLevel
 from distamp.scaler import (
     DistGradScaler,
     DynamicLossScale,
@@ -49,9 +49,9 @@ _logger = logging.getLogger("distamp.initialize")
 def initialize(
     model: nn.Module | Sequence[nn.Module],
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    level: str | torch.dtype | PrecisionLevel | None = None,
+    level: LevelLike | None = None,
     *,
-    opt_level: str | PrecisionLevel | None = None,
+    opt_level: LevelLike | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | Literal["split"] | None = None,
     loss_scale: LossScale | float | str | None = None,
@@ -233,9 +233,7 @@ def _change(
             MasterParameters(optimizer, split=split, allow_empty=True)
 
 
-def _chosen_level(
-    level: str | torch.dtype | PrecisionLevel | None, opt_level: str | PrecisionLevel | None
-) -> str | torch.dtype | PrecisionLevel:
+def _chosen_level(level: LevelLike | None, opt_level: LevelLike | None) -> LevelLike:
     """Return the level that was passed under either of its two names.
 
     Raises:

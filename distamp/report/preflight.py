@@ -24,7 +24,7 @@ from distamp.autocast.op_lists import OpLists
 from distamp.autocast.op_names import autocast_key
 from distamp.autocast.region import autocast
 from distamp.errors import ConfigError
-from distamp.precision_level import PrecisionLevel
+from distamp.precision_level import LevelLike, PrecisionLevel
 from distamp.report.findings import FP16_LOSS, Finding, Findings
 from distamp.report.recording import precision_report
 from distamp.report.rows import PrecisionReport, Written
@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Preflight(Written):
-    """What :func:`preflight` found out.
+    """The result of :func:`preflight`.
 
     Attributes:
         report: What ran until the forward pass, and ``loss_fn``, ended or failed.
@@ -64,11 +64,11 @@ def preflight(
     model: nn.Module,
     example_inputs: Any,
     device_type: str = "cuda",
-    level: str | torch.dtype | PrecisionLevel = "fp16",
+    level: LevelLike = "fp16",
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> Preflight:
-    """Show what a forward pass would run in which dtype on a device that need not be here.
+    """Show the dtypes of a forward pass on a device that need not be present.
 
     The table of :func:`precision_report`, of fake tensors; the model may stand on the meta device.
     What a forward pass decides by values that it computed it decides by 0: a comparison is False,
@@ -136,13 +136,13 @@ def preflight(
 
 
 def _lists_of(device_type: str) -> OpLists:
-    """Lists that have CPU tensors computed with as those of another device type."""
+    """Return op lists that cast CPU tensors like tensors of another device type."""
     lists, cpus = OpLists.of_torch(device_type), OpLists.of_torch("cpu")
     return replace(lists, unlisted=cpus.by_op().keys() - lists.by_op().keys())
 
 
 def _forbidden(report: PrecisionReport, device_type: str) -> Iterator[Finding]:
-    """What torch raises for in every region but the CPU's."""
+    """Return findings for ops that torch refuses in every region except the CPU's."""
     for row in report.rows:
         if row.op == "binary_cross_entropy" and device_type != "cpu":
             what = f"raises in a region of {device_type}: its fp16 gradients overflow"

@@ -182,7 +182,7 @@ def test_a_disabled_scaler_clips_several_optimizers_with_masters_by_their_norm()
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
 def test_an_earlier_skip_stays_one(make, fused, calls):
-    """A clip over two, of which one is NaN; the other then steps by its own norm, or by none."""
+    """A clip over two optimizers finds a NaN in one; the second then steps by a norm or without."""
     (good, of_good), (bad, of_bad), made = sgd(fused=fused), sgd(fused=fused), make()
     made.register_optimizers(of_good, of_bad)
     backward(made, good, 1.0)

@@ -125,7 +125,8 @@ def inputs_of(seed: int = 1) -> Tensor:
 def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
     fault = ALONE[kind]
     found = search(Net(fault.change, how))
-    assert (found.op, found.module) == (fault.function, "blocks.1")
+    assert found.op == fault.function
+    assert found.module == "blocks.1"
     assert found.kernel in fault.kernels
     direction = "forward" if fault.forward else "backward"
     assert (found.kind, found.direction, found.ranks) == ("op", direction, (0,))
@@ -177,7 +178,9 @@ def test_tensors_of_every_layout_are_looked_at(layout: str) -> None:
 
     assert search(model, step=lambda: step(1.0)) is None
     found = search(model, step=lambda: step(0.0))
-    assert (found.op, found.kernel, found.output.low) == ("log", "log", -INF)
+    assert found.op == "log"
+    assert found.kernel == "log"
+    assert found.output.low == -INF
     with distamp.precision_report(model) as report:
         step(1.0)
     assert any(row.module == "" and row.op == "addmm" for row in report.rows)
@@ -192,7 +195,8 @@ def test_an_input_of_every_layout_that_holds_an_inf_is_named(layout: str) -> Non
     model = nn.Linear(4, 4)
     given = stored_as(layout, torch.full((4, 4), INF))
     found = search(model, step=lambda: model(elements(layout, given)).sum().backward())
-    assert (found.kind, found.output.high) == ("input", INF)
+    assert found.kind == "input"
+    assert found.output.high == INF
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
@@ -311,7 +315,7 @@ class Affine(Scaled):
 
 
 def without_casts(graph: Any, inputs: Any) -> Any:
-    """A compiler that keeps what it fuses in float32, like inductor."""
+    """Compile like inductor, with float32 between the operations of a fused kernel."""
     for node in graph.graph.nodes:
         if node.target == "half":
             node.replace_all_uses_with(node.args[0])

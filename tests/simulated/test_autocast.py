@@ -51,7 +51,8 @@ def _trained(by_hand: bool) -> Any:
         return torch.tanh(y.half() if by_hand else y)
 
     with autocast("sim", HALF, ops=TURNED), concurrent.futures.ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(AutocastState.wrap(forward), range(3)))
+        bound = AutocastState.wrap(forward)
+        outputs = list(pool.map(bound, range(3)))
     torch.stack([y.float() for y in outputs]).sum().backward()
     return [y.dtype for y in outputs], layer.weight.grad.cpu()  # type: ignore[union-attr]
 
