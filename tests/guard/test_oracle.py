@@ -176,8 +176,15 @@ def compare_all(seeds: range) -> None:
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_programs_on_devices_do_what_plain_torch_does(sim2, schedule, seed) -> None:
-    start = 100 + 20 * SCHEDULES.index((schedule, seed))
-    sim2.run(compare_all, range(start, start + 20), schedule=schedule, seed=seed, timeout=200)
+    start = 100 + 8 * SCHEDULES.index((schedule, seed))
+    sim2.run(compare_all, range(start, start + 8), schedule=schedule, seed=seed, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_more_programs_on_devices(sim2, schedule, seed) -> None:
+    start = 200 + 40 * SCHEDULES.index((schedule, seed))
+    sim2.run(compare_all, range(start, start + 40), schedule=schedule, seed=seed, timeout=400)
 
 
 @on_ranks(2)

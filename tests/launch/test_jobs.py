@@ -43,7 +43,11 @@ def killed_after(
 
 # The first time there is no checkpoint yet.
 @pytest.mark.parametrize(
-    ("layout", "counts"), [("--comm-hook int8", (1, 9)), ("--shard -1 --async-save", (9,))]
+    ("layout", "counts"),
+    [
+        ("--comm-hook int8", (1, 9)),
+        pytest.param("--shard -1 --async-save", (9,), marks=pytest.mark.slow),
+    ],
 )
 def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
     ranks2, new_ranks, text, tmp_path, layout, counts

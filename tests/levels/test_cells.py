@@ -25,7 +25,15 @@ def test_twelve_cells_drawn_are_right_or_refused(ranks4: RankPool):
     assert wrong(random.sample([each for each in CELLS if each[2] != "compile"], 12), ranks4) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The other layouts take longer, and `make test-all` runs them.
+QUICK_LAYOUTS = ("plain", "DDP", "FSDP2")
+EACH_LAYOUT = [
+    pytest.param(layout, marks=[] if layout in QUICK_LAYOUTS else pytest.mark.slow)
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_each_level_keeps_its_contract(ranks4: RankPool, layout):
     cells = [(level, layout, "nothing") for level in LEVELS]
     cells += [("fp16-O2", layout, "pins"), ("bf16", layout, "reentrant checkpoint")]

@@ -451,6 +451,7 @@ def test_a_run_of_ranks_resumes(tmp_path, layout, make_optimizer):
 
 
 @on_ranks(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("layout", ["HSDP", "FSDP2 x TP"])
 def test_a_run_of_four_ranks_resumes(tmp_path, layout, level):
