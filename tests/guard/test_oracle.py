@@ -183,8 +183,10 @@ def test_programs_on_devices_do_what_plain_torch_does(sim2, schedule, seed) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_more_programs_on_devices(sim2, schedule, seed) -> None:
-    start = 200 + 40 * SCHEDULES.index((schedule, seed))
-    sim2.run(compare_all, range(start, start + 40), schedule=schedule, seed=seed, timeout=400)
+    position = SCHEDULES.index((schedule, seed))
+    start = 200 + 40 * position
+    programs = range(start, start + 40)
+    sim2.run(compare_all, programs, schedule=schedule, seed=seed, timeout=400)
 
 
 @on_ranks(2)

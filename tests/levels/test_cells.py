@@ -25,7 +25,7 @@ def test_twelve_cells_drawn_are_right_or_refused(ranks4: RankPool):
     assert wrong(random.sample([each for each in CELLS if each[2] != "compile"], 12), ranks4) == []
 
 
-# The other layouts take longer, and `make test-all` runs them.
+# Layouts of `make test`. `make test-all` runs all of them.
 QUICK_LAYOUTS = ("plain", "DDP", "FSDP2")
 EACH_LAYOUT = [
     pytest.param(layout, marks=[] if layout in QUICK_LAYOUTS else pytest.mark.slow)

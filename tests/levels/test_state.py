@@ -12,6 +12,7 @@ from torch import Tensor
 from distamp import DistGradScaler, PrecisionLevel, StepGuard, initialize
 from distamp.errors import CallOrderError, ConfigError
 from distamp.levels import Amp
+from distamp.precision_level import APEX_NAMES
 from distamp.scaler import HysteresisLossScale
 from tests.levels.nets import adam, backward, batches, net, train, values
 from tests.scaler.steps import through_a_file
@@ -47,6 +48,31 @@ def test_credit_for_overflows_goes_on_from_a_state():
     saved = amp.scaler.state_dict()
     assert resumed.scaler.state_dict() == saved
     assert saved["distamp"]["hysteresis_tracker"] == 2
+
+
+def old_format(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as it was before levels and the scaler's key had their present names."""
+    old_names = {name: apex for apex, name in APEX_NAMES.items()}
+    level = state["opt_level"]
+    old = copy.deepcopy(state)
+    old["opt_level"] = old_names.get(level, level)
+    for scaler_state in old["loss_scalers"]:
+        scaler_state["distamp_guard"] = scaler_state.pop("distamp")
+    return old
+
+
+@pytest.mark.parametrize("level", ["fp32", "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2"])
+def test_a_state_with_the_old_names_goes_on_to_the_bit(level):
+    amp = made(level)
+    train(amp, BATCHES[:3])
+    parts = (amp.model, amp.optimizers[0], amp)
+    states = through_a_file([part.state_dict() for part in parts])
+    resumed = made(level, seed=1)
+    resumed.model.load_state_dict(states[0])
+    resumed.optimizers[0].load_state_dict(states[1])
+    resumed.load_state_dict(old_format(states[2]))
+    assert train(resumed, BATCHES[3:6]) == train(amp, BATCHES[3:6])
+    assert all(map(torch.equal, values(amp.model), values(resumed.model)))
 
 
 APEX = {"loss_scale": 4096.0, "unskipped": 7}
