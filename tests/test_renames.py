@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from distamp.__main__ import parser
 from distamp.precision_level import APEX_NAMES, LEVELS
 from launch.config import Config
 
@@ -77,8 +78,14 @@ def instance_attributes(cls: Any) -> set[str]:
     return fields | set(re.findall(r"self\.(\w+)\b(?:: [^=\n]+)? =", inspect.getsource(cls)))
 
 
+PREFLIGHT = "python -m distamp preflight"
+
+
 def flags() -> set[str]:
-    return {f"--{name.replace('_', '-')}" for name in Config.model_fields}
+    """Return the flags of the launcher, and of the preflight command with the command before."""
+    names = {f"--{name.replace('_', '-')}" for name in Config.model_fields}
+    options = parser().parse_args(["preflight", "module:factory"])
+    return names | {f"{PREFLIGHT} --{name.replace('_', '-')}" for name in vars(options)}
 
 
 def test_each_row_has_a_known_kind_and_change() -> None:
@@ -117,7 +124,8 @@ def test_an_old_flag_is_gone_and_its_new_name_exists(row: Rename) -> None:
     if row.change != "value":
         assert row.old not in flags()
     if row.new:
-        assert row.new.split()[0] in flags()
+        flag = row.new if row.change != "value" else row.new.split()[0]
+        assert flag in flags()
 
 
 def test_values_of_levels_are_those_of_the_code() -> None:
