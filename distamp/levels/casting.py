@@ -25,7 +25,15 @@ from distamp.levels.kept import (
 from distamp.levels.wrappers import recognise
 from distamp.precision_level import LevelLike, PrecisionLevel
 
-__all__ = ["O2_OF", "cast_as", "cast_model", "check_cast_before", "check_frozen", "prepare"]
+__all__ = [
+    "O2_OF",
+    "cast_as",
+    "cast_model",
+    "check_cast_before",
+    "check_frozen",
+    "chosen_level",
+    "prepare",
+]
 
 _M = TypeVar("_M", bound=nn.Module)
 #: The level that trains a model whose parameters are in this dtype, with fp32 masters.
@@ -80,8 +88,11 @@ def cast_model(
     Source: Apex's documentation of fp16-O2, and Micikevicius et al., 2018, section 3.1. Apex casts
     batch norms without affine parameters; here their statistics stay in float32 too.
     """
+    example = "Pass the level that initialize gets, as in cast_model(model, 'bf16-O2')."
+    chosen = chosen_level("cast_model", level, opt_level, example)
+    _refuse_dtype(chosen)
     level = PrecisionLevel.from_name(
-        _named_level(level, opt_level),
+        chosen,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         module_precision=module_precision,
@@ -103,29 +114,34 @@ def cast_model(
     return model
 
 
-def _named_level(level: LevelLike | None, opt_level: LevelLike | None) -> LevelLike:
-    """Return the level that was passed to `cast_model` under either of its two names.
+def chosen_level(
+    call: str, level: LevelLike | None, opt_level: LevelLike | None, example: str
+) -> LevelLike:
+    """Return the level that a call was passed under either of its two names.
 
     Raises:
-        TypeError: None was passed, or both were, or a dtype, which does not tell whether an
-            optimizer has float32 masters.
+        TypeError: None was passed, or both were.
     """
     if level is not None and opt_level is not None:
         raise TypeError(
-            f"cast_model() got level={level!r} and opt_level={opt_level!r}, which are two names of "
-            "one argument. Pass level alone."
+            f"{call}() got level={level!r} and opt_level={opt_level!r}, which are two names of one "
+            "argument. Pass level alone."
         )
     chosen = opt_level if level is None else level
     if chosen is None:
-        raise TypeError("cast_model() needs a level, as in cast_model(model, 'bf16-O2').")
-    if isinstance(chosen, torch.dtype):
-        with_masters = O2_OF.get(chosen, "bf16-O2")
+        raise TypeError(f"{call}() needs a level, because there is no default. {example}")
+    return chosen
+
+
+def _refuse_dtype(level: LevelLike) -> None:
+    """Refuse a dtype, which does not tell whether an optimizer has float32 masters."""
+    if isinstance(level, torch.dtype):
+        with_masters = O2_OF.get(level, "bf16-O2")
         without_masters = with_masters.replace("O2", "O3")
         raise TypeError(
-            f"cast_model() takes the name of a level, not {chosen}. Pass {with_masters!r} to train "
+            f"cast_model() takes the name of a level, not {level}. Pass {with_masters!r} to train "
             f"with float32 master weights, or {without_masters!r} to train without them."
         )
-    return chosen
 
 
 def prepare(model: nn.Module, level: PrecisionLevel, pins: Pins) -> None:

@@ -19,7 +19,7 @@ from distamp.errors import ConfigError
 from distamp.groups import resolve
 from distamp.guard import StepGuard
 from distamp.levels.amp import Amp
-from distamp.levels.casting import prepare
+from distamp.levels.casting import chosen_level, prepare
 from distamp.levels.checks import check
 from distamp.levels.kept import Pins, match_patterns, pin_all, return_model_dtype
 from distamp.levels.rank_setup import (
@@ -43,6 +43,10 @@ from distamp.scaler import (
 __all__ = ["initialize"]
 
 _T = TypeVar("_T")
+_LEVEL_EXAMPLE = (
+    "Pass level='bf16' on devices that compute in bfloat16, else level='fp16', as in "
+    "initialize(model, optimizer, 'bf16')."
+)
 _logger = logging.getLogger("distamp.initialize")
 
 
@@ -99,8 +103,8 @@ def initialize(
             that have the same shard, between which the hook averages too.
         op_lists: Op lists of the autocast region, as ``ops`` of `autocast`.
         cache_enabled: As in `autocast`.
-        unknown: Raises TypeError. For an argument of Apex or of a scaler, the error says what to
-            do instead.
+        unknown: Raises TypeError. For an argument of Apex or of a scaler, the error gives the
+            replacement.
 
     Raises:
         ConfigError: The level does not exist, overrides contradict it, or the model, its wrapper
@@ -113,10 +117,10 @@ def initialize(
     """
     for name in unknown:
         raise _unexpected_argument(name)
-    models = _several("model", model, nn.Module)
-    stepped = _several("optimizers", optimizers, torch.optim.Optimizer)
+    models = _as_tuple("model", model, nn.Module)
+    stepped = _as_tuple("optimizers", optimizers, torch.optim.Optimizer)
     level = PrecisionLevel.from_name(
-        _chosen_level(level, opt_level),
+        chosen_level("initialize", level, opt_level, _LEVEL_EXAMPLE),
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         loss_scale=_loss_scale_of_level(loss_scale, init_scale),
@@ -233,27 +237,6 @@ def _change(
             MasterParameters(optimizer, split=split, allow_empty=True)
 
 
-def _chosen_level(level: LevelLike | None, opt_level: LevelLike | None) -> LevelLike:
-    """Return the level that was passed under either of its two names.
-
-    Raises:
-        TypeError: None was passed, or both were.
-    """
-    if level is not None and opt_level is not None:
-        raise TypeError(
-            f"initialize() got level={level!r} and opt_level={opt_level!r}, which are two names of "
-            "one argument. Pass level alone."
-        )
-    chosen = opt_level if level is None else level
-    if chosen is None:
-        raise TypeError(
-            "initialize() needs a level, because there is no default. Pass level='bf16' on devices "
-            "that compute in bfloat16, else level='fp16', as in initialize(model, optimizer, "
-            "'bf16')."
-        )
-    return chosen
-
-
 def _loss_scale_of_level(
     loss_scale: LossScale | float | str | None, init_scale: float | None
 ) -> float | str | None:
@@ -285,22 +268,24 @@ def _loss_scale_rule(
     return StaticLossScale(), level.loss_scale
 
 
-def _several(name: str, given: Any, kind: type[_T]) -> tuple[_T, ...]:
-    if given is None:
+def _as_tuple(name: str, value: Any, kind: type[_T]) -> tuple[_T, ...]:
+    if value is None:
         return ()
-    if isinstance(given, kind):
-        return (given,)
-    is_one = isinstance(given, (nn.Module, torch.optim.Optimizer, str))
-    several = tuple(given) if isinstance(given, Iterable) and not is_one else (given,)
-    for each in several:
-        if not isinstance(each, kind):
+    if isinstance(value, kind):
+        return (value,)
+    values: tuple[Any, ...] = (value,)
+    is_single = isinstance(value, (nn.Module, torch.optim.Optimizer, str))
+    if isinstance(value, Iterable) and not is_single:
+        values = tuple(value)
+    for item in values:
+        if not isinstance(item, kind):
             order = ""
-            if isinstance(each, (nn.Module, torch.optim.Optimizer)):
+            if isinstance(item, (nn.Module, torch.optim.Optimizer)):
                 order = " The model comes first: initialize(model, optimizer, level)."
-            elif isinstance(each, str):
+            elif isinstance(item, str):
                 order = " The level comes third: initialize(model, optimizer, level)."
-            raise TypeError(f"{name} must be {_INSTANCES[kind]}, not {type(each).__name__}.{order}")
-    return several
+            raise TypeError(f"{name} must be {_INSTANCES[kind]}, not {type(item).__name__}.{order}")
+    return values
 
 
 _INSTANCES: Mapping[type, str] = {

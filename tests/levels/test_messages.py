@@ -111,7 +111,8 @@ def test_cast_model_takes_no_dtype_and_names_the_levels_of_that_dtype():
     needed = error_of(cast_model, nn.Linear(2, 2))
     assert needed == (
         "TypeError",
-        "cast_model() needs a level, as in cast_model(model, 'bf16-O2').",
+        "cast_model() needs a level, because there is no default. Pass the level that initialize "
+        "gets, as in cast_model(model, 'bf16-O2').",
     )
 
 
