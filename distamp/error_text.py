@@ -5,10 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["count_text", "lines_by_rank", "ranks_text", "similar_names"]
+__all__ = ["choices_text", "count_text", "lines_by_rank", "ranks_text", "similar_names"]
 
 #: The largest number of lines about ranks in one message.
 _MAX_LINES = 8
+
+
+def choices_text(names: Iterable[str]) -> str:
+    """Return names in quotes, with commas between them."""
+    quoted = map(repr, names)
+    return ", ".join(quoted)
 
 
 def count_text(number: int, noun: str) -> str:

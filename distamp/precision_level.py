@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
-from distamp.error_text import similar_names
+from distamp.error_text import choices_text, similar_names
 from distamp.errors import ConfigError
 from distamp.module_names import module_names
 
@@ -147,8 +147,7 @@ class PrecisionLevel:
                     "over module names, as in {'*.norm': 'fp32'}."
                 )
             if pin not in _PINS:
-                quoted = map(repr, _PINS)
-                choices = ", ".join(quoted)
+                choices = choices_text(_PINS)
                 hint = similar_names(pin, _PINS)
                 raise ConfigError(
                     f"module_precision= has no precision {pin!r} for the pattern {pattern!r}. "
@@ -185,13 +184,15 @@ class PrecisionLevel:
         """
         row = level if isinstance(level, PrecisionLevel) else _level_named(level)
         words = {"True": True, "False": False}
-        given = {
+        overrides = {
             "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
             "master_weights": master_weights,
             "loss_scale": _number(loss_scale),
             "pins": None if module_precision is None else _pairs(module_precision),
         }
-        return row.replace(**{name: value for name, value in given.items() if value is not None})
+        return row.replace(
+            **{name: value for name, value in overrides.items() if value is not None}
+        )
 
     def contract(self, *models: Any) -> dict[str, Any]:
         """Return what this level promises of each part of a step: `PrecisionContract`'s arguments.
@@ -266,8 +267,7 @@ def _unknown_level_text(level: object) -> str:
         hint = f"Did you mean 'O{name[1:]}', with the letter O?"
     else:
         hint = similar_names(name, list(LEVELS))
-    quoted = map(repr, LEVELS)
-    choices = ", ".join(quoted)
+    choices = choices_text(LEVELS)
     return f"There is no level {level!r:.80}. Choose from {choices}. {hint}"
 
 

@@ -62,8 +62,7 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
     ) -> None:
         super().__init__()
         self.format = checked_format(format)
-        #  The format in which FSDP2 gathers weights, if `register_comm_hook` was called with
-        # ``gather``.
+        # The format in which FSDP2 gathers weights, if `register_comm_hook` got ``param_format``.
         self.param_format: CommFormat | None = None
         self.counts = HookStats()
         #: Whether this is a copy, which no model calls because torch registers no hook on copies.
@@ -73,7 +72,7 @@ class CommHook(ErrorFeedback, AbstractContextManager["CommHook"]):
         self._exchanges: dict[tuple[str, torch.device], Exchange | None] = {}
 
     def stats(self) -> HookStats:
-        """Return what this rank has sent so far."""
+        """Return the counts of this rank since the hook was made."""
         return copy.deepcopy(self.counts)
 
     @property

@@ -22,7 +22,7 @@ from distamp.guard.optimizer_state import (
     merged,
 )
 from distamp.guard.overflow import NonFiniteReport
-from distamp.guard.ranks import Ranks
+from distamp.guard.ranks import Flag, Ranks
 from distamp.optimizers import innermost, unwrapped
 from distamp.protocols import CommHook, Replay
 
@@ -186,10 +186,8 @@ class Asked:
         """
         if not self._enabled:
             return not self._unguarded(optimizer).last_step
-        state = self._asked("step_was_taken", optimizer, "step()")
-        if state.last_step is None:
-            raise CallOrderError("stepped() was called before step() for this optimizer")
-        return not bool(state.was_idle) and not bool(state.last_step)
+        skipped, was_idle = self._last_step("step_was_taken", optimizer)
+        return not bool(was_idle) and not bool(skipped)
 
     def taken_flag(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return the value of `step_was_taken` as 0-d bool; never waits.
@@ -199,11 +197,9 @@ class Asked:
         """
         if not self._enabled:
             return flag_of(self.step_was_taken(optimizer), "cpu").bool()
-        state = self._asked("taken_flag", optimizer, "step()")
-        if state.last_step is None:
-            raise CallOrderError("taken_flag() was called before step() for this optimizer")
+        last_step = self._last_step("taken_flag", optimizer)
         device = self._divisor("taken_flag", optimizer).device
-        skipped, was_idle = as_tensor(state.last_step, device), as_tensor(state.was_idle, device)
+        skipped, was_idle = (as_tensor(flag, device) for flag in last_step)
         return skipped.logical_or(was_idle).logical_not()
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -275,12 +271,15 @@ class Asked:
     ) -> OptimizerState:
         state = self._guard.optimizers.find(innermost(optimizer))
         if state is None:
-            raise CallOrderError(
-                f"{question}() was called before {before} for this "
-                f"{type(unwrapped(optimizer)).__name__}. Call it after that, and pass the same "
-                "optimizer."
-            )
+            raise _called_too_early(question, optimizer, before)
         return state
+
+    def _last_step(self, question: str, optimizer: Any) -> tuple[Flag, Flag]:
+        """Return whether the last step was skipped, and whether the optimizer was idle in it."""
+        state = self._asked(question, optimizer, "step()")
+        if state.last_step is None:
+            raise _called_too_early(question, optimizer, "step()")
+        return state.last_step, state.was_idle
 
     def nonfinite_report(
         self, model: torch.nn.Module | None = None, *, local: bool = False
@@ -389,3 +388,11 @@ class Asked:
         check_group(process_group)
         self._guard.ranks.settle()  # what the ranks of the old group differ in is raised by all
         self._guard.ranks = Ranks(process_group, self._noun)
+
+
+def _called_too_early(question: str, optimizer: Any, before: str) -> CallOrderError:
+    kind = type(unwrapped(optimizer)).__name__
+    return CallOrderError(
+        f"{question}() was called before {before} for this {kind}. Call it after that, and pass "
+        "the same optimizer."
+    )

@@ -47,6 +47,8 @@ _LEVEL_EXAMPLE = (
     "Pass level='bf16' on devices that compute in bfloat16, else level='fp16', as in "
     "initialize(model, optimizer, 'bf16')."
 )
+# The first loss scale of a scaler in torch and here.
+_FIRST_SCALE = 2.0**16
 _logger = logging.getLogger("distamp.initialize")
 
 
@@ -109,7 +111,8 @@ def initialize(
     Raises:
         ConfigError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer does not fit it. The message gives the correction.
-        RankMismatchError: Ranks have different patterns in ``precision``, or a rank does not come.
+        RankMismatchError: Ranks have different patterns in ``module_precision``, or a rank does not
+            call it.
         TypeError: An argument does not exist, or a model or an optimizer has another type.
         ValueError: The wrapper does not support this ``comm_hook``.
 
@@ -242,7 +245,7 @@ def _loss_scale_of_level(
 ) -> float | str | None:
     """Return the loss scale of the level for a ``loss_scale`` argument; None keeps the level's."""
     if isinstance(loss_scale, StaticLossScale):
-        return 2.0**16 if init_scale is None else init_scale
+        return _FIRST_SCALE if init_scale is None else init_scale
     return "dynamic" if isinstance(loss_scale, LossScale) else loss_scale
 
 
@@ -256,7 +259,7 @@ def _loss_scale_rule(
     """
     if level.loss_scale == "dynamic":
         rule = loss_scale if isinstance(loss_scale, LossScale) else DynamicLossScale()
-        return rule, 2.0**16 if init_scale is None else init_scale
+        return rule, _FIRST_SCALE if init_scale is None else init_scale
     if isinstance(loss_scale, StaticLossScale):
         return loss_scale, level.loss_scale
     if init_scale is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distamp.error_text import similar_names
+from distamp.error_text import choices_text, similar_names
 from distamp.errors import ConfigError
 from distamp.groups import GroupLike
 from distamp.precision_level import PrecisionLevel
@@ -222,18 +222,19 @@ class PrecisionContract:
         for name in _KEYS:
             object.__setattr__(self, name, _dtypes(name, getattr(self, name)))
         exceptions: dict[str, dict[str, tuple[str, ...]]] = {}
-        for pattern, given in self.modules.items():
-            if not isinstance(given, Mapping):
-                given = dict.fromkeys(("parameters", "compute", "norms"), given)
-            for key in given.keys() - _KEYS.keys():
-                quoted = map(repr, _KEYS)
-                keys = ", ".join(quoted)
+        for pattern, dtypes_by_key in self.modules.items():
+            if not isinstance(dtypes_by_key, Mapping):
+                dtypes_by_key = dict.fromkeys(("parameters", "compute", "norms"), dtypes_by_key)
+            for key in dtypes_by_key.keys() - _KEYS.keys():
+                keys = choices_text(_KEYS)
                 hint = similar_names(key, list(_KEYS))
                 raise ConfigError(
                     f"modules= of a PrecisionContract has the key {key!r} for the pattern "
                     f"{pattern!r}. The keys are {keys}. {hint}"
                 )
-            exceptions[pattern] = {key: _dtypes(key, each) for key, each in given.items()}
+            exceptions[pattern] = {
+                key: _dtypes(key, dtypes) for key, dtypes in dtypes_by_key.items()
+            }
         object.__setattr__(self, "modules", exceptions)
 
     @classmethod
@@ -390,14 +391,12 @@ def _observer_of(
 
 def _dtypes(key: str, given: Any) -> tuple[str, ...]:
     """Short names of the dtypes that were given for a key."""
-    names = tuple(
-        short(each) for each in ([given] if isinstance(given, str | torch.dtype) else given)
-    )
+    values = [given] if isinstance(given, str | torch.dtype) else given
+    names = tuple(short(value) for value in values)
     names = tuple(dict.fromkeys("fp8" if n.startswith("float8") else n for n in names))
     for name in names:
         if name not in _NAMES:
-            quoted = map(repr, _NAMES)
-            choices = ", ".join(quoted)
+            choices = choices_text(_NAMES)
             hint = similar_names(name, _NAMES)
             raise ConfigError(
                 f"{key}= of a PrecisionContract was {name!r}, which is no dtype. Choose from "
