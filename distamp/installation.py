@@ -15,7 +15,7 @@ import torch
 import distamp.cpu.amp
 import distamp.cuda.amp
 from distamp.errors import CallOrderError
-from distamp.guard.step_guard import GUARD_SETTINGS, StepGuard
+from distamp.guard.step_guard import GUARD_KWARGS, StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = ["Installation", "ShardedGradScaler", "patch_torch", "unpatch_torch"]
@@ -163,7 +163,7 @@ def _found(place: str) -> tuple[ModuleType, str]:
 def _made(ours: type[Any], place: str, settings: dict[str, Any], guard: bool) -> type[Any]:
     """Return a class that is found, and so pickled, under torch's name."""
     signature = inspect.signature(ours.__init__)
-    guards = {name: settings[name] for name in GUARD_SETTINGS if name in settings}
+    guards = {name: settings[name] for name in GUARD_KWARGS if name in settings}
 
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(cls, *args, **kwargs).arguments

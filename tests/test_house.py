@@ -22,37 +22,36 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
-FOUNDATION = {"callers", "error_text", "errors", "module_names", "precision_level", "protocols"}
-GRADIENTS = {"host", "optimizers", "fsdp_params", "gradients", "sources"}
+FOUNDATION = {"callers", "error_text", "errors", "module_names", "observers", "precision_level"}
+GRADIENTS = {"device_utils", "fsdp_params", "grads", "optim_utils"}
 ROOMS: dict[str, set[str]] = {
     "error_text": set(),
     "errors": set(),
     "module_names": set(),
     "precision_level": {"error_text", "errors", "module_names"},
-    "protocols": set(),
+    "observers": set(),
     "callers": set(),
     # Gradients, from parameters to local tensors: what a scaler and masters stand on.
-    "host": set(),
-    "groups": {"errors", "host"},
-    "optimizers": set(),
+    "device_utils": set(),
+    "process_group": {"errors", "device_utils"},
     "fsdp_params": {"errors"},
-    "gradients": {"errors", "host", "optimizers"},
-    "sources": {"gradients", "optimizers"},
-    "clipping": {"errors", "groups", *GRADIENTS},
+    "grads": {"device_utils"},
+    "optim_utils": {"grads"},
+    "clip_grad": {"errors", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},
     "autocast": FOUNDATION,
-    "report": {*FOUNDATION, "autocast", "groups", "guard", "masters", "fsdp_params", "optimizers"},
-    "guard": {*FOUNDATION, *GRADIENTS, "groups", "clipping"},
-    "scaler": {*FOUNDATION, *GRADIENTS, "groups", "clipping", "guard", "masters"},
-    "comm_hooks": {*FOUNDATION, "host", "fsdp_params"},
+    "report": {*FOUNDATION, "autocast", "process_group", "guard", "masters", *GRADIENTS},
+    "guard": {*FOUNDATION, *GRADIENTS, "process_group", "clip_grad"},
+    "scaler": {*FOUNDATION, *GRADIENTS, "process_group", "clip_grad", "guard", "masters"},
+    "comm_hooks": {*FOUNDATION, "device_utils", "fsdp_params"},
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},
     "levels": {
         *FOUNDATION,
         *GRADIENTS,
-        "groups",
-        "clipping",
+        "process_group",
+        "clip_grad",
         "guard",
         "masters",
         "autocast",
@@ -62,10 +61,10 @@ ROOMS: dict[str, set[str]] = {
     },
     "installation": {"errors", "guard", "scaler", "cpu", "cuda"},
     # What only those import who train with these packages.
-    "integrations": {*FOUNDATION, "optimizers", "autocast", "guard", "scaler", "comm_hooks"},
+    "integrations": {*FOUNDATION, "optim_utils", "autocast", "guard", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
-        "clipping",
+        "clip_grad",
         "guard",
         "masters",
         "autocast",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distamp.comm_hooks import torch_compat
 from distamp.comm_hooks.formats import BLOCK, Feedback
-from distamp.host import is_host, moved
+from distamp.device_utils import is_cpu, to_device
 
 __all__ = ["ErrorFeedback", "Residual"]
 
@@ -47,7 +47,7 @@ class Residual:
         Args:
             skipped: 0-d, on any device; the host does not wait for a device.
         """
-        dropped = self.written & (moved(skipped, self.values.device) != 0)
+        dropped = self.written & (to_device(skipped, self.values.device) != 0)
         self.values.view(-1, BLOCK).masked_fill_(dropped.unsqueeze(1), 0.0)
 
 
@@ -119,16 +119,16 @@ class ErrorFeedback:
 
     # -- with a scaler ---------------------------------------------------------------------------
 
-    def scale_changed(self, scale: Tensor) -> None:
-        """See `distamp.protocols.CommHook.scale_changed`."""
+    def on_scale(self, scale: Tensor) -> None:
+        """See `distamp.observers.CommHook.on_scale`."""
         if not self._scaled:
             # They are in units of another scale, which nobody knows.
             self._loaded, self._residuals = {}, {}
         self._scale, self._scaled, self._scaled_now = scale, True, True
         self._read_scale()
 
-    def step_ended(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
-        """See `distamp.protocols.CommHook.step_ended`.
+    def on_step(self, parameters: Sequence[Tensor] | None, found_inf: Tensor) -> None:
+        """See `distamp.observers.CommHook.on_step`.
 
         The rounding error of a skipped step is dropped here, and not at the bucket's next exchange,
         because a layer may drop out of the next iterations, or a second micro-batch may exchange
@@ -136,13 +136,13 @@ class ErrorFeedback:
         exchanged so far lose their residuals. A bucket that the iteration did not exchange keeps
         its residual.
         """
-        if is_host(found_inf.device) and not bool(found_inf):
+        if is_cpu(found_inf.device) and not bool(found_inf):
             return
         for residual in self._all_residuals():
             residual.drop_written(found_inf)
 
-    def iteration_ended(self) -> None:
-        """See `distamp.protocols.CommHook.iteration_ended`."""
+    def on_update(self) -> None:
+        """See `distamp.observers.CommHook.on_update`."""
         self._scaled_now = False
         for residual in self._all_residuals():
             residual.written.zero_()

@@ -1,4 +1,4 @@
-"""Clip gradients that nobody scales, without a guard or scaler."""
+"""The function `distamp.clip_grad_norm_`: a clip without a guard or scaler."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from distamp.clipping import (
-    Chosen,
-    Declared,
-    choose_unscaled,
-    clip_,
-    differing,
-    local_sums,
-    positive,
-    total,
+from distamp.clip_grad import (
+    ClipTargets,
+    LayoutFn,
+    check_positive,
+    clip_grads_with_norm_,
+    layout_text,
+    local_norm,
+    replica_mismatch,
+    select_unscaled,
+    total_norm_of_ranks,
 )
 from distamp.errors import ReplicaMismatchError
-from distamp.gradients import local_of
-from distamp.groups import GroupLike, gather_sums
-from distamp.guard.by_norm import declared_text
-from distamp.guard.ranks import Problem, Ranks
+from distamp.grads import to_local
+from distamp.guard.rank_sync import RankSync
+from distamp.process_group import GroupLike, all_gather_rows
 
 __all__ = ["clip_grad_norm_", "measure_unscaled"]
 
@@ -35,8 +35,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     process_group: GroupLike = None,
-    is_replicated_fn: Declared | None = None,
-    shard_group_fn: Declared | None = None,
+    is_replicated_fn: LayoutFn | None = None,
+    shard_group_fn: LayoutFn | None = None,
 ) -> Tensor:
     """Clip gradients that nobody scales by the norm of the whole model, in any layout.
 
@@ -77,15 +77,15 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, under ``error_if_nonfinite``.
     """
 
-    def choose_checked() -> Chosen:
-        positive("max_norm", max_norm, or_zero=True)
-        return choose_unscaled(parameters)
+    def select_checked() -> ClipTargets:
+        check_positive("max_norm", max_norm, or_zero=True)
+        return select_unscaled(parameters)
 
-    chosen, norm = measure_unscaled(
+    targets, norm = measure_unscaled(
         "distamp.clip_grad_norm_()",
         f"max_norm={_number_text(max_norm)}\nnorm_type={_number_text(norm_type)}\n"
         f"error_if_nonfinite={bool(error_if_nonfinite)}",
-        choose_checked,
+        select_checked,
         norm_type,
         process_group,
         is_replicated_fn,
@@ -97,7 +97,7 @@ def clip_grad_norm_(
             "so it cannot be clipped. To disable this error and leave the gradients as they are, "
             "set `error_if_nonfinite=False`"
         )
-    clip_(chosen.multiplied, norm, float(max_norm))
+    clip_grads_with_norm_(targets.clipped, norm, float(max_norm))
     return norm
 
 
@@ -112,48 +112,52 @@ def _number_text(value: object) -> str:
 def measure_unscaled(
     call: str,
     arguments: str,
-    choose_gradients: Callable[[], Chosen],
+    select_targets: Callable[[], ClipTargets],
     norm_type: float,
     process_group: GroupLike,
-    is_replicated_fn: Declared | None,
-    shard_group_fn: Declared | None,
-) -> tuple[Chosen, Tensor]:
-    """Return the chosen gradients and their norm, 0-d float32 and the same on every rank.
+    is_replicated_fn: LayoutFn | None,
+    shard_group_fn: LayoutFn | None,
+) -> tuple[ClipTargets, Tensor]:
+    """Return the gradients of a clip and their norm, 0-d float32 and the same on every rank.
 
     Collective: every rank of `process_group` must call this.
 
     Args:
         call: The call, which the ranks compare.
-        arguments: Its arguments, which they compare too, each as a line ``name=value``.
-        choose_gradients: Called once; every rank raises the error that it raises on one of them.
+        arguments: The arguments of the call, which the ranks compare too, each as a line
+            ``name=value``.
+        select_targets: Returns the gradients. Every rank raises the error that it raises on one
+            rank.
         norm_type: As in `clip_grad_norm_`, unchecked.
         process_group: As in `clip_grad_norm_`.
         is_replicated_fn: As in `clip_grad_norm_`.
         shard_group_fn: As in `clip_grad_norm_`.
     """
-    ranks = Ranks(process_group)
-    size = 1 if ranks.process_group is None else ranks.size
-    chosen = Chosen([], [], [])
+    sync = RankSync(process_group)
+    ranks = 1 if sync.process_group is None else sync.size
+    targets = ClipTargets([], [], [])
     device = torch.device("cpu")
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    problem: Problem | None = None
+    powers = torch.zeros(3, dtype=torch.float64, device=device)
+    error: Exception | None = None
     try:
-        norm_type = positive("norm_type", norm_type)
-        chosen = choose_gradients()
-        if chosen.multiplied:
-            device = local_of(chosen.multiplied[0]).device
-        sums = local_sums(chosen.shares, norm_type, device, size, is_replicated_fn, shard_group_fn)
+        norm_type = check_positive("norm_type", norm_type)
+        targets = select_targets()
+        if targets.clipped:
+            device = to_local(targets.clipped[0]).device
+        shares = targets.local_grads()
+        norm = local_norm(shares, norm_type, device, ranks, is_replicated_fn, shard_group_fn)
+        powers = norm.stack(device)
     except Exception as raised:
-        if size == 1:
+        if ranks == 1:
             raise
-        problem = Problem(raised, looked=True)
-    arguments += declared_text(is_replicated_fn, shard_group_fn)
-    group = ranks.announce(call, arguments, device, problem)
-    everyone = sums.view(1, 3)
-    if group is not None:
-        # The gather is not the message that all calls send, so it comes after that one.
-        everyone = gather_sums(group, sums)
-        why = differing(everyone.tolist(), norm_type)
-        if why is not None:
-            raise ReplicaMismatchError(why)
-    return chosen, total(everyone, norm_type)
+        error = raised
+    arguments += layout_text(is_replicated_fn, shard_group_fn)
+    group = sync.announce(call, arguments, device, error)
+    if group is None:
+        return targets, total_norm_of_ranks(powers.view(1, 3), norm_type)
+    # The gather is not the message that all calls send, so it comes after that message.
+    powers_by_rank = all_gather_rows(group, powers)
+    mismatch = replica_mismatch(powers_by_rank.tolist(), norm_type)
+    if mismatch is not None:
+        raise ReplicaMismatchError(mismatch)
+    return targets, total_norm_of_ranks(powers_by_rank, norm_type)

@@ -26,7 +26,7 @@ from distamp.integrations.shared import (
     unscale_once,
     was_skipped,
 )
-from distamp.optimizers import unwrapped
+from distamp.optim_utils import unwrap_optimizer
 
 __all__ = [
     "CommHook",
@@ -59,7 +59,7 @@ class _Stepped(_plugins.Precision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, clip and step, on all ranks or on none."""
-        if isinstance(unwrapped(optimizer), LBFGS):
+        if isinstance(unwrap_optimizer(optimizer), LBFGS):
             raise ConfigError(
                 "LBFGS evaluates the loss inside its step, so no rank knows before whether to skip "
                 "it: train it in float32 or bfloat16 with Lightning's own plugin"
@@ -89,7 +89,7 @@ class _Stepped(_plugins.Precision):
             unscale_once(self.scaler, optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
         else:
-            self.scaler.clip_grad_norm_(unwrapped(optimizer), clip_val)
+            self.scaler.clip_grad_norm_(unwrap_optimizer(optimizer), clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()

@@ -13,7 +13,7 @@ import torch
 from distamp.autocast import autocast
 from distamp.comm_hooks import comm_format
 from distamp.errors import CallOrderError, ConfigError
-from distamp.guard.step_guard import GUARD_SETTINGS, StepGuard
+from distamp.guard.step_guard import GUARD_KWARGS, StepGuard
 from distamp.scaler import DistGradScaler
 
 __all__ = [
@@ -122,11 +122,11 @@ def stepper_for(
     if scales:
         return checked_scaler(given, device, settings)
     unused = ["scaler"] if given is not None else []
-    unused += sorted(set(settings) - {*GUARD_SETTINGS})
+    unused += sorted(set(settings) - {*GUARD_KWARGS})
     if unused:
         raise ConfigError(
             f"precision {precision!r} does not scale losses, so {', '.join(unused)} cannot be set; "
-            f"leave them out, or train in fp16 ({', '.join(sorted(GUARD_SETTINGS))} can be set)"
+            f"leave them out, or train in fp16 ({', '.join(sorted(GUARD_KWARGS))} can be set)"
         )
     return StepGuard(**settings)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.autocast import autocast
-from distamp.clipping import Declared
+from distamp.clip_grad import LayoutFn
 from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
 from distamp.guard.step_guard import OLD_STATE_KEY, STATE_KEY, StepGuard
@@ -20,7 +20,7 @@ from distamp.levels.checks import check_trained
 from distamp.levels.flat_state import FlatState
 from distamp.levels.gradient_sync import GradientSync
 from distamp.levels.wrappers import SHARDED_DDP, name_of, recognise
-from distamp.optimizers import parameters_of
+from distamp.optim_utils import params_of, view_of
 from distamp.precision_level import PrecisionLevel
 from distamp.report import ContractReport, PrecisionContract
 from distamp.scaler import (
@@ -30,7 +30,6 @@ from distamp.scaler import (
     master_params,
     masters_of,
 )
-from distamp.sources import source_of
 
 __all__ = ["Amp", "StepResult"]
 
@@ -94,7 +93,7 @@ class Amp:
         scaler: DistGradScaler | StepGuard,
         region: autocast,
         comm_hooks: tuple[CommHook, ...] = (),
-        shard_group_fn: Declared | None = None,
+        shard_group_fn: LayoutFn | None = None,
         idle: tuple[torch.optim.Optimizer, ...] = (),
         unmatched: tuple[str, ...] = (),
     ) -> None:
@@ -261,8 +260,8 @@ class Amp:
         max_norm: float,
         norm_type: float = 2.0,
         *,
-        is_replicated_fn: Declared | None = None,
-        shard_group_fn: Declared | None = None,
+        is_replicated_fn: LayoutFn | None = None,
+        shard_group_fn: LayoutFn | None = None,
     ) -> Tensor:
         """Clip gradients by their norm over all optimizers, which may be sharded over the ranks.
 
@@ -281,7 +280,7 @@ class Amp:
             The norm before clipping: 0-d float32, the same on every rank.
         """
         declared = self._declared(is_replicated_fn, shard_group_fn)
-        stepped = [p for optimizer in self._stepped for p in parameters_of(optimizer)]
+        stepped = [p for optimizer in self._stepped for p in params_of(optimizer)]
         with self._names_calls_of_amp("clip_grad_norm_"):
             return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
 
@@ -304,8 +303,8 @@ class Amp:
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
         all_or_none: bool = False,
-        is_replicated_fn: Declared | None = None,
-        shard_group_fn: Declared | None = None,
+        is_replicated_fn: LayoutFn | None = None,
+        shard_group_fn: LayoutFn | None = None,
     ) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
 
@@ -383,11 +382,11 @@ class Amp:
             param.requires_grad and param.dtype in O2_OF
             for optimizer in self.optimizers
             if masters_of(optimizer) is None
-            for param in parameters_of(optimizer)
+            for param in params_of(optimizer)
         )
 
     def _declared(
-        self, is_replicated_fn: Declared | None, shard_group_fn: Declared | None
+        self, is_replicated_fn: LayoutFn | None, shard_group_fn: LayoutFn | None
     ) -> dict[str, Any]:
         """Return how gradients are cut: as declared, or as `initialize` knows it."""
         if not self._stepped:
@@ -428,7 +427,7 @@ class Amp:
         """
         words = self.level.contract(*self.models)
         # What FSDP has gathered for a forward pass without a backward pass may still be there.
-        given = {p.dtype for each in self.optimizers for p in source_of(each).parameters()}
+        given = {p.dtype for each in self.optimizers for p in view_of(each).model_params()}
         if given and self.level.param not in given:
             words["parameters"] = "fp32"
         # Only what is trained must have the level's dtype.

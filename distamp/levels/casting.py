@@ -12,7 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from distamp.errors import ConfigError
-from distamp.groups import GroupLike, resolve
 from distamp.levels.float8 import convert
 from distamp.levels.kept import (
     Pins,
@@ -24,6 +23,7 @@ from distamp.levels.kept import (
 )
 from distamp.levels.wrappers import recognise
 from distamp.precision_level import LevelLike, PrecisionLevel
+from distamp.process_group import GroupLike, resolve_process_group
 
 __all__ = [
     "O2_OF",
@@ -98,7 +98,7 @@ def cast_model(
         module_precision=module_precision,
     )
     pins, unmatched = match_patterns([model], level)
-    group = resolve(process_group)
+    group = resolve_process_group(process_group)
     if group is None or group.size() == 1:
         unmatched_everywhere([unmatched])
     wrapper = recognise(model).name

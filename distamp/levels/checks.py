@@ -27,7 +27,7 @@ from distamp.levels.wrappers import (
 )
 from distamp.masters.masters import masters_of, refuse_held, refuse_share
 from distamp.module_names import module_names
-from distamp.optimizers import parameters_of
+from distamp.optim_utils import params_of
 from distamp.precision_level import PrecisionLevel
 
 __all__ = ["check", "check_trained"]
@@ -256,10 +256,10 @@ def _check_optimizers(
     """
     trained = [p for model in models for p in model.parameters()]
     known = set(map(id, trained))
-    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    stepped = {id(p) for optimizer in optimizers for p in params_of(optimizer)}
     left_out = any(p.requires_grad and id(p) not in stepped for p in trained)
     for number, optimizer in enumerate(optimizers):
-        kind, parameters = type(optimizer).__name__, parameters_of(optimizer)
+        kind, parameters = type(optimizer).__name__, params_of(optimizer)
         if masters_of(optimizer) is not None:
             raise ConfigError(
                 f"optimizer {number} ({kind}) has master parameters already, because initialize or "

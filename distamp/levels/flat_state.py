@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distamp.errors import ConfigError
-from distamp.gradients import is_dtensor, local_of
-from distamp.groups import GroupLike
+from distamp.grads import is_dtensor, to_local
 from distamp.levels.weight_copies import (
     SEPARATE_STATES,
     check_weight_copies,
     is_wrapper_subclass,
 )
 from distamp.levels.wrappers import recognise
-from distamp.optimizers import inner_optimizer, unwrapped
+from distamp.optim_utils import OptimizerView, unwrap_optimizer, view_of, zero_local_optimizer
+from distamp.process_group import GroupLike
 from distamp.scaler import masters_of
-from distamp.sources import GradientSource, source_of
 
 __all__ = ["FlatState"]
 
@@ -52,7 +51,7 @@ class _SteppedWeight:
 
     name: str
     tensor: Tensor
-    source: GradientSource
+    source: OptimizerView
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
 
@@ -118,7 +117,7 @@ class FlatState:
         state = self._model_state()
         stepped_weights = {weight.record_name: weight for weight in self._stepped_weights()}
         for weight in stepped_weights.values():
-            state[weight.name] = weight.source.value(weight.tensor)
+            state[weight.name] = weight.source.fp32_value(weight.tensor)
         for name, metadata in saved.items():
             record_name = name
             while record_name and record_name not in stepped_weights:
@@ -197,8 +196,8 @@ class FlatState:
         """Yield each weight that an optimizer has, in the order of the groups."""
         names = {id(tensor): name for name, tensor in self._weights.items()}
         for optimizer in self._optimizers:
-            source = source_of(optimizer)
-            parameters = {id(stepped): parameter for parameter, stepped in source.stepped()}
+            source = view_of(optimizer)
+            parameters = {id(stepped): parameter for parameter, stepped in source.param_pairs()}
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     name = names.get(id(parameters.get(id(tensor))))
@@ -221,7 +220,7 @@ class FlatState:
         state = self._model_state()
         settings: dict[int, tuple[tuple[str, Any], ...]] = {}
         for weight in self._stepped_weights():
-            state[weight.name] = weight.source.value(weight.tensor)
+            state[weight.name] = weight.source.fp32_value(weight.tensor)
             group = weight.group
             if id(group) not in settings:
                 settings[id(group)] = _read_settings(weight.optimizer, group)
@@ -246,7 +245,7 @@ class FlatState:
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that keeps something beside its parameters' states and its groups."""
     kind = type(optimizer).__name__
-    if inner_optimizer(unwrapped(optimizer)) is not None:
+    if zero_local_optimizer(unwrap_optimizer(optimizer)) is not None:
         raise ConfigError(
             f"amp.flat_state_dict() needs the state of every parameter on every rank, and {kind} "
             f"has a share on each. Save {SEPARATE_STATES}, after "
@@ -280,7 +279,7 @@ def _check_state(weight: _SteppedWeight, key: str, value: Any) -> None:
         if not _is_number(value):
             reason = f"it is a {kind}, and not a tensor or a number"
     elif is_dtensor(value):
-        local = type(local_of(value))
+        local = type(to_local(value))
         if local not in _PLAIN_TENSORS:
             reason = f"it is a DTensor of {local.__name__}"
         elif not is_dtensor(stepped) or value.shape != stepped.shape:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from distamp.autocast import DataParallel, OpLists, autocast
 from distamp.comm_hooks.registration import hook_of, register_comm_hook
 from distamp.errors import ConfigError
-from distamp.groups import resolve
 from distamp.guard import StepGuard
 from distamp.levels.amp import Amp
 from distamp.levels.casting import chosen_level, prepare
@@ -29,8 +28,9 @@ from distamp.levels.rank_setup import (
     unmatched_on_some,
 )
 from distamp.levels.wrappers import Wrapping, recognise
-from distamp.optimizers import parameters_of
+from distamp.optim_utils import params_of
 from distamp.precision_level import LevelLike, PrecisionLevel
+from distamp.process_group import resolve_process_group
 from distamp.scaler import (
     DistGradScaler,
     DynamicLossScale,
@@ -143,7 +143,9 @@ def initialize(
     except Exception as error:
         refused = error
     mine = setup_of(level.pins, unmatched, stepped, refused)
-    setups = compare_setups(mine, refused, resolve(process_group), optimizers is not None)
+    setups = compare_setups(
+        mine, refused, resolve_process_group(process_group), optimizers is not None
+    )
     settings: dict[str, Any] = {
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
@@ -234,7 +236,7 @@ def _change(
     # add_param_group may bring the first half-precision parameters later.
     cast = not any(wrapping.policies for wrapping in wrappings)
     for optimizer in optimizers:
-        half = any(p.dtype.itemsize == 2 for p in parameters_of(optimizer))
+        half = any(p.dtype.itemsize == 2 for p in params_of(optimizer))
         if (half or cast) and masters_of(optimizer) is None:
             split = level.master_weights == "split"
             MasterParameters(optimizer, split=split, allow_empty=True)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from distamp.error_text import lines_by_rank, ranks_text
 from distamp.errors import RankMismatchError
 from distamp.levels.kept import unmatched_everywhere
-from distamp.optimizers import unwrapped
+from distamp.optim_utils import unwrap_optimizer
 
 __all__ = ["RankSetup", "compare_setups", "idle_optimizers", "setup_of", "unmatched_on_some"]
 
@@ -42,7 +42,7 @@ def setup_of(
     error: Exception | None,
 ) -> RankSetup:
     """Return the setup of this rank."""
-    names = tuple(type(unwrapped(optimizer)).__name__ for optimizer in optimizers)
+    names = tuple(type(unwrap_optimizer(optimizer)).__name__ for optimizer in optimizers)
     portable = None if error is None else (type(error), str(error))
     return RankSetup(pins, unmatched, names, portable)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distamp.errors import ConfigError
-from distamp.gradients import is_dtensor, local_of
-from distamp.groups import GroupLike, resolve
+from distamp.grads import is_dtensor, to_local
+from distamp.process_group import GroupLike, resolve_process_group
 
 __all__ = ["SEPARATE_STATES", "check_weight_copies", "is_wrapper_subclass"]
 
@@ -43,12 +43,12 @@ def check_weight_copies(
     Args:
         weights: By name, plain tensors and DTensors.
         error: The exception that this rank raises, of which the others learn here.
-        process_group: The ranks to compare; see `distamp.groups.resolve`.
+        process_group: The ranks to compare; see `distamp.process_group.resolve`.
 
     Raises:
         ConfigError: Ranks hold different weights under one name, or another rank failed.
     """
-    group = resolve(process_group)
+    group = resolve_process_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
         if error is not None:
             raise error
@@ -122,7 +122,7 @@ def _fingerprints(weights: Mapping[str, Tensor]) -> Tensor:
                     layout.append((str(placement), weight.device_mesh.size(dim)))
                     place.append(None if coordinate is None else coordinate[dim])
         digests.append([_digest(name), _digest(str(layout)), _digest(str(place))])
-        sums.append(_checksum(local_of(weight)))
+        sums.append(_checksum(to_local(weight)))
     rows = torch.empty(len(digests), 4, dtype=torch.int64, device="cpu")
     for row, digest, checksum in zip(rows, digests, sums, strict=True):
         row[:3] = torch.tensor(digest, device="cpu")

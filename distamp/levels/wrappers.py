@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distamp.comm_hooks.torch_compat import policy_of
-from distamp.gradients import is_dtensor
+from distamp.grads import is_dtensor
 
 __all__ = [
     "DDP",

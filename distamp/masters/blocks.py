@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from distamp import host
+from distamp import device_utils
 
 __all__ = ["blocks"]
 
@@ -29,11 +29,15 @@ def blocks(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
     elements = 0
     for row in rows:
         device, size = row[0].device, row[0].numel()
-        limit = _ON_HOST if host.is_host(device) else _ON_DEVICE
+        limit = _ON_HOST if device_utils.is_cpu(device) else _ON_DEVICE
         if block and (elements + size > limit or device != block[0][0].device):
             yield _columns(block)
             block, elements = [], 0
-        if host.is_host(device) and size > limit and all(each.is_contiguous() for each in row):
+        if (
+            device_utils.is_cpu(device)
+            and size > limit
+            and all(each.is_contiguous() for each in row)
+        ):
             for pieces in zip(*(each.view(-1).split(limit) for each in row), strict=True):
                 yield [[piece] for piece in pieces]
             del pieces

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from distamp.gradients import local_of
+from distamp.grads import to_local
 from distamp.masters.blocks import blocks
 
 __all__ = ["convert"]
@@ -45,7 +45,7 @@ def _rows(moves: Iterable[_Move]) -> Iterator[tuple[Tensor, Tensor]]:
             gradient = values = master.grad.values()
         else:
             master.grad = torch.empty_like(gradient, dtype=torch.float32)
-            gradient, values = local_of(gradient), local_of(master.grad)
+            gradient, values = to_local(gradient), to_local(master.grad)
         row = gradient, values
         del gradient
         yield row

@@ -18,24 +18,28 @@ from torch.utils._pytree import tree_leaves
 
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import CallOrderError, ConfigError
-from distamp.gradients import (
+from distamp.grads import (
+    LocalGrads,
+    check_no_fp16,
     is_dtensor,
-    local_gradients,
-    local_of,
-    refuse_fp16,
-    unscale_alike,
+    local_grads,
+    multiply_,
+    to_local,
+    unscale_group_,
 )
 from distamp.masters.convert import convert
 from distamp.masters.placeholder import allocate, free
 from distamp.masters.split import join, split
-from distamp.optimizers import (
+from distamp.optim_utils import (
+    OptimizerView,
     find_closure,
-    inner_optimizer,
-    is_inner_step,
+    is_nested_step,
     methods_beyond_torch,
-    parameters_of,
+    params_of,
+    set_view,
+    view_of,
+    zero_local_optimizer,
 )
-from distamp.sources import GradientSource, set_source, source_of
 
 __all__ = ["MasterParameters", "master_params", "masters_of", "refuse_held", "refuse_share"]
 
@@ -70,7 +74,7 @@ class _Pair:
     @property
     def row(self) -> Any:
         """This rank's part of value, weight and remainder, as `split` and `join` take them."""
-        return local_of(self.master), local_of(self.parameter), self.remainder
+        return to_local(self.master), to_local(self.parameter), self.remainder
 
     def catch_up(self) -> None:
         """Take over what anything but the optimizer wrote to the parameter.
@@ -124,11 +128,11 @@ class _Pair:
         parameter, master = self.parameter, self.master
         if not is_dtensor(parameter):  # asked of each in every step
             return _version(parameter), 0, _version(master), 0
-        both = (parameter, local_of(parameter), master, local_of(master))
+        both = (parameter, to_local(parameter), master, to_local(master))
         return tuple(map(_version, both))
 
 
-class MasterParameters(GradientSource):
+class MasterParameters(OptimizerView):
     """fp32 copies of an optimizer's fp16 and bf16 parameters, which it steps instead of these.
 
     Differs from ``apex.amp`` in that the masters are in the optimizer's ``param_groups`` and two of
@@ -174,7 +178,7 @@ class MasterParameters(GradientSource):
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
     """
 
-    casts = True
+    has_masters = True
 
     # What survives a call:
     # _optimizer: weakly, because the optimizer holds this object.
@@ -206,7 +210,7 @@ class MasterParameters(GradientSource):
         optimizer.__getstate__ = self.__getstate__  # type: ignore[method-assign]
         for name, method in methods_beyond_torch(type(optimizer)):
             setattr(optimizer, name, self._wrapped_method(method))
-        set_source(optimizer, self)
+        set_view(optimizer, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy or a pickle, of the optimizer too: its masters would have no model."""
@@ -252,7 +256,7 @@ class MasterParameters(GradientSource):
         pair.seen = pair.written()
         if self.split:
             _refuse_split(type(optimizer).__name__, [parameter])
-            pair.remainder = torch.zeros_like(local_of(parameter), dtype=torch.int16)
+            pair.remainder = torch.zeros_like(to_local(parameter), dtype=torch.int16)
             if not self._joined:
                 free(pair.master)
         self._pairs[id(pair.master)] = pair
@@ -271,14 +275,37 @@ class MasterParameters(GradientSource):
         """Return the master of a parameter of the model; None if it has none."""
         return next((master for p, master in self.pairs() if p is parameter), None)
 
-    def parameters(self) -> list[Tensor]:
-        """See `GradientSource.parameters`: the model's own."""
-        return [parameter for parameter, _ in self.stepped()]
+    def model_params(self) -> list[Tensor]:
+        """See `OptimizerView.model_params`: the model's own."""
+        return [parameter for parameter, _ in self.param_pairs()]
 
-    def stepped(self) -> list[tuple[Tensor, Tensor]]:
-        """See `GradientSource.stepped`: masters, and parameters that have none."""
+    def param_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """See `OptimizerView.param_pairs`: masters, and parameters that have none."""
         behind = {id(master): parameter for parameter, master in self.pairs()}
-        return [(behind.get(id(p), p), p) for p in parameters_of(self._held())]
+        return [(behind.get(id(p), p), p) for p in params_of(self._held())]
+
+    @property
+    def holder(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        """See `OptimizerView`: the optimizer, which no wrapper with shares has."""
+        return self._held()
+
+    @property
+    def base(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        """See `OptimizerView`: the optimizer."""
+        return self._held()
+
+    def measured_grads(self) -> LocalGrads:
+        """See `OptimizerView.measured_grads`: gradients of masters, with the model's parameters."""
+        pairs = [pair for pair in self.param_pairs() if pair[1].grad is not None]
+        grads = local_grads(stepped for _, stepped in pairs)
+        params = [param for param, _ in pairs]
+        return LocalGrads(params, grads.grads, grads.values, grads.are_plain)
+
+    def multiply_grads_(self, factor: Tensor) -> None:
+        """See `OptimizerView.multiply_grads_`: gradients of the model and of its masters."""
+        params = self.model_params()
+        params += [stepped for param, stepped in self.param_pairs() if param is not stepped]
+        multiply_(local_grads(params).values, factor)
 
     @property
     def nbytes(self) -> int:
@@ -302,8 +329,8 @@ class MasterParameters(GradientSource):
             ConfigError: The model was moved away from its masters.
             ValueError: A frozen parameter, which has no master, has a float16 gradient.
         """
-        others = local_gradients([p for p, stepped in self.stepped() if p is stepped])
-        refuse_fp16([gradient.dtype for gradient in others])
+        others = local_grads([p for p, stepped in self.param_pairs() if p is stepped]).values
+        check_no_fp16([gradient.dtype for gradient in others])
         flags: dict[torch.device, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():  # placeholders need not be asked
             pairs = self._pairs_with_gradients()
@@ -311,7 +338,7 @@ class MasterParameters(GradientSource):
                 master.grad = None
             converted = self._converted(pairs)
             for gradients in itertools.chain(converted, ([gradient] for gradient in others)):
-                unscale_alike(gradients, inv_scale, found_inf, flags)
+                unscale_group_(gradients, inv_scale, found_inf, flags)
         return flags
 
     def _pairs_with_gradients(self) -> list[_Pair]:
@@ -346,14 +373,14 @@ class MasterParameters(GradientSource):
             if pair.master.grad is None and pair.parameter.grad is not None:
                 grad = pair.parameter.grad.float()
                 pair.master.grad = grad = grad.coalesce() if grad.is_sparse else grad
-                lent.append((pair, grad, _version(local_of(grad))))
+                lent.append((pair, grad, _version(to_local(grad))))
         try:
             yield
         finally:
             for pair, grad, version in lent:
                 if pair.master.grad is grad:
                     pair.master.grad = None
-                    if pair.parameter.grad is not None and _version(local_of(grad)) != version:
+                    if pair.parameter.grad is not None and _version(to_local(grad)) != version:
                         pair.parameter.grad.copy_(grad)
 
     def _reaching_the_model(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -405,7 +432,7 @@ class MasterParameters(GradientSource):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if is_inner_step(optimizer) or self._inside_method:
+        if is_nested_step(optimizer) or self._inside_method:
             return
         if find_closure(args[1:], kwargs) is not None:
             raise CallOrderError(
@@ -429,7 +456,7 @@ class MasterParameters(GradientSource):
         self._adopt()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if is_inner_step(optimizer) or self._inside_method:
+        if is_nested_step(optimizer) or self._inside_method:
             return
         self.write_back()
         for pair in self._pairs.values():
@@ -474,7 +501,7 @@ class MasterParameters(GradientSource):
         for pair in self._pairs.values():
             if pair.master_was_written():
                 with torch.no_grad():
-                    local_of(pair.parameter).copy_(local_of(pair.master))
+                    to_local(pair.parameter).copy_(to_local(pair.master))
                 pair.remember()
                 self._rebuilt = False
 
@@ -521,8 +548,8 @@ class MasterParameters(GradientSource):
             pair.remember()
 
     @torch.no_grad()
-    def value(self, stepped: Tensor) -> Tensor:
-        """See `GradientSource.value`: of a split master a float32 copy."""
+    def fp32_value(self, stepped: Tensor) -> Tensor:
+        """See `OptimizerView.fp32_value`: of a split master a float32 copy."""
         pair = self._pairs.get(id(stepped))
         if pair is None:
             return stepped.detach()
@@ -530,13 +557,13 @@ class MasterParameters(GradientSource):
         if pair.remainder is None:
             return stepped.detach()
         value = torch.empty_like(pair.parameter.detach(), dtype=torch.float32)
-        join([(local_of(value), *pair.row[1:])])
+        join([(to_local(value), *pair.row[1:])])
         return value
 
     # -- state ------------------------------------------------------------------------------------
 
     def _numbered(self) -> dict[int, Tensor]:
-        return {n: m for n, (p, m) in enumerate(self.stepped()) if p is not m}
+        return {n: m for n, (p, m) in enumerate(self.param_pairs()) if p is not m}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masters by the number that ``optimizer.state_dict()`` gives each parameter.
@@ -544,7 +571,10 @@ class MasterParameters(GradientSource):
         They are float32, split or not, so either loads the other's. The tensors are the masters
         themselves, as in ``optimizer.state_dict()``; of split masters they are copies.
         """
-        return {"version": 1, "masters": {n: self.value(m) for n, m in self._numbered().items()}}
+        return {
+            "version": 1,
+            "masters": {n: self.fp32_value(m) for n, m in self._numbered().items()},
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -587,7 +617,7 @@ class MasterParameters(GradientSource):
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
     """Return the master parameters of an optimizer, or of the one it wraps; None without any."""
-    source = source_of(optimizer)
+    source = view_of(optimizer)
     return source if isinstance(source, MasterParameters) else None
 
 
@@ -596,7 +626,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
     As ``apex.amp.master_params``: what to clip by hand, after ``scaler.unscale_(optimizer)``.
     """
-    for _, stepped in source_of(optimizer).stepped():
+    for _, stepped in view_of(optimizer).param_pairs():
         yield stepped
 
 
@@ -614,7 +644,7 @@ def _refuse(optimizer: torch.optim.Optimizer, split: bool, allow_empty: bool) ->
         )
     refuse_share(optimizer)
     refuse_held(optimizer)
-    parameters = parameters_of(optimizer)
+    parameters = params_of(optimizer)
     for parameter in parameters:
         _refuse_flat(parameter)
     if split:
@@ -654,7 +684,7 @@ def refuse_share(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: It does.
     """
-    if inner_optimizer(optimizer) is not None:
+    if zero_local_optimizer(optimizer) is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} steps a share of the parameters on each rank, and hands "
             "the others what it stepped, not what a master rounds to. Take fp16, which needs no "
@@ -669,7 +699,7 @@ def refuse_held(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: It does.
     """
-    parameters = set(map(id, parameters_of(optimizer)))
+    parameters = set(map(id, params_of(optimizer)))
     for name, value in vars(optimizer).items():
         held = () if name in ("param_groups", "state") else map(id, tree_leaves(value))
         if not parameters.isdisjoint(held):

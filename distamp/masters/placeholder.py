@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import CallOrderError
-from distamp.gradients import local_of
+from distamp.grads import to_local
 
 __all__ = ["allocate", "free"]
 
@@ -27,7 +27,7 @@ def free(master: Tensor) -> None:
 
     Called under no_grad.
     """
-    local = local_of(master)
+    local = to_local(master)
     local.data = local.new_full((), math.nan).expand(local.shape)
     for tensor in (master, local):
         if not isinstance(tensor, _Placeholder):
@@ -44,7 +44,7 @@ def allocate(master: Tensor, remainder: Tensor) -> None:
         master: Freed before, or not.
         remainder: Has the shape and the strides of the master's part on this rank.
     """
-    local = local_of(master)
+    local = to_local(master)
     for tensor in (master, local):
         if isinstance(tensor, _Placeholder):
             tensor.__class__ = tensor.replaced_class  # type: ignore[assignment]

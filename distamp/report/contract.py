@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from distamp.error_text import choices_text, similar_names
 from distamp.errors import ConfigError
-from distamp.groups import GroupLike
 from distamp.precision_level import PrecisionLevel
+from distamp.process_group import GroupLike
 from distamp.report.following import (
     begin_call,
     every_rank,

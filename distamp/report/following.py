@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from distamp.autocast.op_names import schema_of
 from distamp.errors import DistampError
 from distamp.fsdp_params import sharded_params
-from distamp.groups import GroupLike, check_group
-from distamp.guard.ranks import Ranks
+from distamp.guard.rank_sync import RankSync
 from distamp.module_names import module_names
+from distamp.process_group import GroupLike, check_group
 from distamp.report.rows import OUTSIDE
 
 __all__ = [
@@ -508,10 +508,10 @@ def begin_call(name: str, process_group: GroupLike) -> dist.ProcessGroup | None:
     calls of a guard or scaler send, so that it raises beside another call too.
 
     Raises:
-        RankMismatchError: Ranks make different calls.
+        RankMismatchError: RankSync make different calls.
     """
     check_group(process_group)
-    group = Ranks(process_group).announce(name)
+    group = RankSync(process_group).announce(name)
     return None if group is None else group.process_group
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from distamp.optimizers import inner_optimizer, parameters_of, unwrapped
+from distamp.optim_utils import params_of, unwrap_optimizer, zero_local_optimizer
 from distamp.report.following import Follower, Kernel, group_of, held_by, storage_of, tensors_in
 from distamp.report.op_row import collapsed
 from distamp.report.rows import short
@@ -83,7 +83,7 @@ class Observer(Follower):
         super().__init__(*models)
         #: How often each was seen, and in how many bytes.
         self.seen: dict[Seen, tuple[int, int]] = {}
-        self._optimizers = [unwrapped(each) for each in optimizers]
+        self._optimizers = [unwrap_optimizer(each) for each in optimizers]
         states = [*hooks, *(getattr(each, "_comm_hook_state", None) for each in self.names)]
         states += [state for each in self.names for _, state in getattr(each, "_comm_hooks", ())]
         self._hooks = {id(each): each for each in states if hasattr(each, "stats")}
@@ -122,7 +122,7 @@ class Observer(Follower):
             if each.is_floating_point():
                 self._count(Seen("parameters", name, short(each.dtype)), each)
         for optimizer in self._optimizers:
-            self._look_at_state(inner_optimizer(optimizer) or optimizer)
+            self._look_at_state(zero_local_optimizer(optimizer) or optimizer)
 
     def named_parameters(self) -> list[tuple[Tensor, str]]:
         """Return every parameter as it is now, with its name; FSDP1's flat ones too."""
@@ -145,8 +145,8 @@ class Observer(Follower):
                 self._count(Seen("norms", frame.name, found, "weight", frame.phase), each)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        inner = inner_optimizer(optimizer) or optimizer
-        for index, each in enumerate(parameters_of(inner)):
+        inner = zero_local_optimizer(optimizer) or optimizer
+        for index, each in enumerate(params_of(inner)):
             # An optimizer that keeps masters of its own has them in its state.
             state = inner.state.get(each, {})
             masters = tensors_in([state[name] for name in state if "master" in str(name)])

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp.errors import CallOrderError
 from distamp.fsdp_params import sharded_params
-from distamp.groups import GroupLike, resolve
 from distamp.module_names import module_names
+from distamp.process_group import GroupLike, resolve_process_group
 from distamp.report.following import (
     begin_call,
     every_rank,
@@ -256,7 +256,7 @@ class StepReplay:
         versions = [(each, _version(each)) for each in tensors_in(batches)]
         self._kept = step, _Kept(self._model), versions
 
-    def step_ended(
+    def on_update(
         self,
         skipped: Callable[[], bool],
         scaled: bool,
@@ -273,7 +273,7 @@ class StepReplay:
             stepped: What optimizers step: masters have taken the model's gradients.
             process_group: The ranks of the guard or scaler.
         """
-        group = resolve(process_group)
+        group = resolve_process_group(process_group)
         if self._kept is None:
             return
         (step, kept, versions), self._kept = self._kept, None

@@ -19,12 +19,12 @@ from distamp.errors import ConfigError
 from distamp.fsdp_params import sharded_params
 from distamp.masters import masters_of
 from distamp.module_names import module_names
-from distamp.optimizers import (
-    describe,
+from distamp.optim_utils import (
+    describe_optimizer,
     find_closure,
-    inner_optimizer,
-    is_inner_step,
-    parameters_of,
+    is_nested_step,
+    params_of,
+    zero_local_optimizer,
 )
 from distamp.report.following import local_of
 
@@ -153,16 +153,16 @@ class _UpdateRecorder:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._parameters or self._is_copying or is_inner_step(optimizer):
+        if not self._parameters or self._is_copying or is_nested_step(optimizer):
             return
-        if inner_optimizer(optimizer) is not None:
+        if zero_local_optimizer(optimizer) is not None:
             # Each rank measures its share, which the optimizer inside steps, and receives the rest.
-            self._covered |= {id(parameter) for parameter in parameters_of(optimizer)}
+            self._covered |= {id(parameter) for parameter in params_of(optimizer)}
             return
         masters = masters_of(optimizer)
         if masters is not None:
             rows = [
-                (parameter, master, _elements(masters.value(master)).clone())
+                (parameter, master, _elements(masters.fp32_value(master)).clone())
                 for parameter, master in masters.pairs()
                 if id(parameter) in self._parameters
             ]
@@ -170,19 +170,19 @@ class _UpdateRecorder:
 
             def count() -> None:
                 for parameter, master, old in rows:
-                    new = _elements(masters.value(master))
+                    new = _elements(masters.fp32_value(master))
                     counted = _count_rounded_away(old, new, parameter.dtype)
                     self.lost.append((parameter, *counted))
 
             self._pending[id(optimizer)] = count
             return
-        stepped = [p for p in parameters_of(optimizer) if id(p) in self._parameters]
+        stepped = [p for p in params_of(optimizer) if id(p) in self._parameters]
         if not stepped:
-            self._foreign.append(describe(optimizer))
+            self._foreign.append(describe_optimizer(optimizer))
             return
         self._covered |= {id(parameter) for parameter in stepped}
         if find_closure(args[1:], kwargs) is not None:
-            self._failures.append(f"{describe(optimizer)}, whose step has a closure")
+            self._failures.append(f"{describe_optimizer(optimizer)}, whose step has a closure")
             return
         old = [_elements(parameter).clone() for parameter in stepped]
         self._is_copying = True
@@ -190,7 +190,7 @@ class _UpdateRecorder:
             updates = _updates_in_float32(optimizer, stepped)
         except Exception as error:
             self._failures.append(
-                f"{describe(optimizer)}, because a float32 copy of it raised "
+                f"{describe_optimizer(optimizer)}, because a float32 copy of it raised "
                 f"{type(error).__name__}: {str(error).rstrip('.')}"
             )
             return
@@ -207,14 +207,14 @@ class _UpdateRecorder:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_inner_step(optimizer) and not self._is_copying:
+        if not is_nested_step(optimizer) and not self._is_copying:
             self._pending.pop(id(optimizer), lambda: None)()
 
 
 def _updates_in_float32(optimizer: torch.optim.Optimizer, stepped: list[Tensor]) -> list[Tensor]:
     """Step a float32 copy of an optimizer; return the update of each of these parameters."""
     copies: dict[int, Tensor] = {}
-    for parameter in parameters_of(optimizer):
+    for parameter in params_of(optimizer):
         wide = _widened(parameter.detach().clone())
         copies[id(parameter)] = nn.Parameter(wide, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:

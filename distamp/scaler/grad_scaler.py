@@ -1,36 +1,34 @@
-"""DistGradScaler: torch's surface, and the flow of each call."""
+"""`DistGradScaler`: torch's ``GradScaler`` on the flow of `StepGuardBase`."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.distributed.algorithms.join import Joinable
 
-from distamp import host
+from distamp import device_utils
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import CallOrderError
-from distamp.gradients import carry_over
-from distamp.groups import GroupLike, check_group
-from distamp.guard.asked import Guard
-from distamp.guard.overflow import names_of
-from distamp.guard.ranks import Ranks
-from distamp.guard.step_guard import STATE_KEY
-from distamp.guard.steps import Steps, outside_the_graph
-from distamp.optimizers import innermost
-from distamp.scaler import settings
-from distamp.scaler.checkpoint import Saved, from_torch, read_state, write_loss_scale
+from distamp.grads import rescale_grads_
+from distamp.guard.nonfinite_report import tensor_names
+from distamp.guard.rank_sync import RankSync
+from distamp.guard.step_guard import STATE_KEY, UNPICKLED, StepGuardBase, dynamo_disable
+from distamp.optim_utils import OptimizerView, view_of
+from distamp.process_group import GroupLike, check_group
 from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale, ScaleState
-from distamp.scaler.outputs import map_tensors
-from distamp.scaler.settings import Settings
-from distamp.sources import source_of
+from distamp.scaler.scaler_state_dict import (
+    ParsedState,
+    loss_scale_state_dict,
+    parse_state_dict,
+    parse_torch_pickle,
+)
+from distamp.scaler.settings import ScalerSettings, as_number, make_loss_scale, resolve_device
 
 __all__ = ["DistGradScaler"]
 
@@ -38,35 +36,17 @@ __all__ = ["DistGradScaler"]
 def _loss_scale_property(name: str) -> Any:
     """Return a property under torch's private name, which torch's own getters and setters use."""
 
-    def change(self: DistGradScaler, value: float) -> None:
-        own = self._distamp
-        loss_scale = own.settings.loss_scale.replace(**{name: value})
-        own.settings = replace(own.settings, loss_scale=loss_scale)
+    def getter(self: DistGradScaler) -> Any:
+        return getattr(self._scaler_settings.loss_scale, name)
 
-    return property(lambda self: getattr(self._distamp.settings.loss_scale, name), change)
+    def setter(self: DistGradScaler, value: float) -> None:
+        loss_scale = self._scaler_settings.loss_scale.replace(**{name: value})
+        self._scaler_settings = replace(self._scaler_settings, loss_scale=loss_scale)
 
-
-class _Own:
-    """State of a scaler between its calls, in addition to its guard and torch's attributes."""
-
-    __slots__ = ("begun", "hysteresis", "inverse", "scale_of_grads", "scaled", "settings")
-
-    def __init__(self, given: Settings, begun: tuple[float, int]) -> None:
-        self.settings = given
-        # Scale and growth tracker as last set from outside; what follows, all ranks do alike.
-        self.begun = begun
-        # The credit of a loss scale that forgives overflows; a tensor from the first update on.
-        self.hysteresis: int | Tensor = given.loss_scale.initial_hysteresis
-        # A scale on the host and its inverse: it moves seldom, and a tensor costs time.
-        self.inverse: tuple[float, Tensor] = (0.0, torch.empty((), device="cpu"))
-        # Whether a loss was ever scaled here: ranks tell each other.
-        self.scaled = False
-        # The scale of the last scaled losses, if an update has changed it since. An optimizer that
-        # is seen for the first time holds gradients of those losses.
-        self.scale_of_grads: float | Tensor | None = None
+    return property(getter, setter)
 
 
-class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
+class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
     """A ``torch.amp.GradScaler`` with which all ranks take or skip each step together.
 
     Differs from ``torch.amp.GradScaler`` in that found-inf is reduced over ``process_group``, in
@@ -74,8 +54,9 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
     Differs from ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`` in that it does so
     for every optimizer and layout, and in the order of ``growth_factor`` and ``backoff_factor``.
     The scale always stays within ``[min_scale, max_scale]``. When it changes, gradients that no
-    call looked at in this iteration are multiplied by new / old, so they are divided by what they
-    were made with; those that were looked at are yours, and stay as they are.
+    call checked in this iteration are multiplied by new / old, so that they are later divided by
+    the scale that made them. Gradients that a call has checked belong to the user and do not
+    change.
 
     Args:
         device: Device type of the loss scale, such as ``"cuda"``. None: the accelerator if there is
@@ -94,15 +75,16 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         loss_scale: The rule that changes the scale, instead of the five settings above: a
             `LossScale` such as `DynamicLossScale` or `HysteresisLossScale`. The first value is
             still ``init_scale``.
-        fp16_grads: What to do with float16 gradients. ``"error"`` raises exactly where torch
+        fp16_grads: The treatment of float16 gradients. ``"error"`` raises exactly where torch
             raises. ``"inplace"`` unscales them in place, as ShardedGradScaler does; values below
             6e-8 times the scale become zero. ``"master"`` unscales them in float32, into the
             optimizer's `MasterParameters`.
         max_consecutive_skips: Raise `LossScaleCollapseError` at this many skipped steps of one
             optimizer in a row.
         named_parameters: ``model.named_parameters()``, for names in `nonfinite_report` and in the
-            log of skipped steps; add ``model.named_buffers()``, and that log names those which are
-            not finite. They are held: give those of the wrapped model, for FSDP2 replaces them.
+            log of skipped steps. Add ``model.named_buffers()``, and the log names buffers that are
+            not finite. The scaler holds the tensors. Pass the tensors of the wrapped model, because
+            FSDP2 replaces parameters.
 
     Raises:
         ConfigError: A setting is outside its range (a ValueError, and an AssertionError as in
@@ -121,6 +103,18 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             scaler.update()
 
     On rank 0, the logger ``distamp.scaler`` reports at INFO which steps were skipped and why.
+
+    Attributes:
+        _scaler_settings: The rule of the loss scale, and further settings.
+        _hysteresis_tracker: Overflows that the loss scale still forgives; a tensor from the first
+            update on.
+        _initial_scale: Scale and growth tracker as they were last set from outside. Later values
+            follow from it equally on all ranks.
+        _inv_scale_cache: The last loss scale on the host with its inverse, because a new tensor
+            takes longer.
+        _loss_was_scaled: Whether a loss was ever scaled on this rank, which the ranks compare.
+        _scale_of_grads: The scale of the last scaled losses if an update has changed it since. An
+            optimizer that is seen for the first time holds gradients of such losses.
 
     Source: torch.amp's documentation; Micikevicius et al., "Mixed Precision Training", 2018.
     """
@@ -142,38 +136,46 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        # torch's __init__ is not called: it warns about CUDA and asserts on what is checked here.
-        Joinable.__init__(self)
-        self._device, available = settings.resolve_device(device)
-        self._enabled = bool(enabled) and available
-        if enabled and not available:
+        # torch's __init__ is not called: it warns about CUDA, and asserts on values that are
+        # checked here.
+        self._device, is_available = resolve_device(device)
+        self._enabled = bool(enabled) and is_available
+        if enabled and not is_available:
             warnings.warn(
                 f"DistGradScaler is enabled, but {self._device} is not available.  Disabling.",
                 stacklevel=stacklevel_of_caller(),
             )
-        given, scale, names = Settings(DynamicLossScale()), 1.0, names_of(None)
-        if self._enabled:  # what is off need not be right, as in torch
-            rule = settings.resolve_loss_scale(
+        settings, scale, names = ScalerSettings(DynamicLossScale()), 1.0, tensor_names(None)
+        if self._enabled:  # As in torch, the arguments of a disabled scaler are not checked.
+            rule = make_loss_scale(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, loss_scale
             )
-            names = names_of(named_parameters)
-            given = Settings(rule, fp16_grads, max_consecutive_skips)
+            names = tensor_names(named_parameters)
+            settings = ScalerSettings(rule, fp16_grads, max_consecutive_skips)
             scale = rule.checked_scale(init_scale)
         check_group(process_group)
-        self._start(given, scale, 0, Ranks(process_group, self._noun))
-        self._guard.names = names
+        self._init_scaler(settings, scale, 0, RankSync(process_group, self._noun), names)
 
-    def _start(self, given: Settings, scale: float, tracker: int, ranks: Ranks) -> None:
-        self._init_scale, self._init_growth_tracker = scale, tracker
-        self._scale: Tensor | None = None
-        self._growth_tracker: Tensor | None = None
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._distamp = _Own(given, (scale, tracker))
-        self._guard = Guard(ranks, given.max_consecutive_skips)
+    def _init_scaler(
+        self,
+        settings: ScalerSettings,
+        scale: float,
+        growth_tracker: int,
+        sync: RankSync,
+        names: dict[Tensor, str],
+    ) -> None:
+        self._init_state(sync, settings.max_consecutive_skips, names)
+        self._init_scale, self._init_growth_tracker = scale, growth_tracker
+        self._scaler_settings = settings
+        self._hysteresis_tracker: int | Tensor = settings.loss_scale.initial_hysteresis
+        self._initial_scale = scale, growth_tracker
+        self._inv_scale_cache = 0.0, torch.empty((), device="cpu")
+        self._loss_was_scaled = False
+        self._scale_of_grads: float | Tensor | None = None
 
     # -- scale -----------------------------------------------------------------------------------
 
-    @outside_the_graph
+    @dynamo_disable
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or every tensor of a nested structure, by the loss scale.
 
@@ -189,50 +191,49 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return self._scaled(outputs)
-        return map_tensors(outputs, self._scaled)
+            return self._scale_tensor(outputs)
+        return _map_tensors(outputs, self._scale_tensor)
 
-    def _scaled(self, output: Tensor) -> Tensor:
-        guard, scale = self._guard, self._scale
-        if scale is None:
+    def _scale_tensor(self, output: Tensor) -> Tensor:
+        if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
-            scale, _ = self._check_scale_growth_tracker("scale")
-        self._distamp.scaled = True
-        self._distamp.scale_of_grads = None
-        guard.kept.clear()
-        for hook in guard.hooks:
-            hook.scale_changed(scale)
+        scale, _ = self._check_scale_growth_tracker("scale")
+        self._loss_was_scaled = True
+        self._scale_of_grads = None
+        if self._per_optimizer_states:
+            self._drop_carried_over()
+        for hook in self._comm_hooks:
+            hook.on_scale(scale)
         if output.dtype is torch.float16:
             output = output.float()  # A scale of 65536 would overflow float16.
         if scale.device != output.device:
-            scale = host.moved(scale, output.device)
+            scale = device_utils.to_device(scale, output.device)
         return output * scale
 
-    # -- what divides gradients ------------------------------------------------------------------
+    # -- the loss scale of gradients ---------------------------------------------------------------
 
-    def _divisor(self, call: str, given: Any) -> Tensor:
+    def _grad_scale(self, call: str, optimizers: Any) -> Tensor:
         scale = self._scale
         return self._check_scale_growth_tracker(call)[0] if scale is None else scale
 
-    def _inverse(self, divisor: Tensor) -> Tensor:
+    def _inv_scale(self, scale: Tensor) -> Tensor:
         """Return 1 / scale as torch computes it: in float64, as float32 can be off by one bit."""
-        if divisor.is_cpu and (value := divisor.item()):
-            own = self._distamp
-            if own.inverse[0] != value:
-                inverse = torch.full((), 1.0 / value, dtype=torch.float32, device=divisor.device)
-                own.inverse = (value, inverse)
-            return own.inverse[1]
-        return divisor.double().reciprocal().float()
+        value = scale.item() if scale.is_cpu else 0.0
+        if not value:
+            return scale.double().reciprocal().float()
+        if self._inv_scale_cache[0] != value:
+            inv_scale = torch.full((), 1.0 / value, dtype=torch.float32, device=scale.device)
+            self._inv_scale_cache = value, inv_scale
+        return self._inv_scale_cache[1]
 
-    def _compared(self, divisor: Tensor) -> tuple[str, tuple[float, int], bool]:
-        own = self._distamp
-        if not self._guard.ranks.iteration:
-            # Over a new group, or with a loaded state: the ranks compare how things stand.
-            own.begun = (divisor.item(), self._get_growth_tracker())
-        return own.settings.text, own.begun, own.scaled
+    def _settings_fingerprint(self, scale: Tensor) -> tuple[str, tuple[float, int], bool]:
+        if not self._sync.iteration:
+            # Over a new group, or after a state was loaded, the ranks compare today's scale.
+            self._initial_scale = scale.item(), self._get_growth_tracker()
+        return self._scaler_settings.fingerprint, self._initial_scale, self._loss_was_scaled
 
-    def _allows_fp16(self, only_check: bool) -> bool:
-        return only_check or self._distamp.settings.fp16_grads == "inplace"
+    def _allows_fp16(self, check_only: bool) -> bool:
+        return check_only or self._scaler_settings.fp16_grads == "inplace"
 
     def _unscale_grads_(
         self,
@@ -241,18 +242,18 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        source = source_of(optimizer)
-        self._distamp.settings.check_masters(optimizer, source)
-        return source.unscale(inv_scale, found_inf, allow_fp16)
+        view: OptimizerView = self._optimizer_state(optimizer)["view"]
+        self._scaler_settings.check_masters(optimizer, view)
+        return view.unscale(inv_scale, found_inf, allow_fp16)
 
     # -- update ----------------------------------------------------------------------------------
 
-    @outside_the_graph
+    @dynamo_disable
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale by its rule, or set it, and begin the next iteration.
 
         Like ``torch.amp.GradScaler.update``, but the scale stays within its bounds, and gradients
-        that no call looked at in this iteration are multiplied by new / old.
+        that no call checked in this iteration are multiplied by new / old.
 
         Collective: every rank of `process_group` must call this. It sends a
         message only after inf or NaN that all ranks found together on the host, and to replay a
@@ -267,98 +268,108 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return
-        own = self._distamp
-        scale, tracker = self._check_scale_growth_tracker("update")
-        on_host = scale.is_cpu
-        before: float | Tensor = scale.item() if on_host else scale.clone()
-        value = 0.0
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        is_on_host = scale.is_cpu
+        old_scale: float | Tensor = scale.item() if is_on_host else scale.clone()
         self._announce_update()
-        with self._guard.ranks.errors_sent_later():
-            self._check_flags(new_scale)
+        with self._sync.errors_sent_later():
+            self._check_flags_recorded(new_scale)
             if new_scale is not None:
-                rule, number = own.settings.loss_scale, settings.one_number(new_scale)
-                value = rule.checked_scale(number, "new_scale")
+                new_scale = self._scaler_settings.loss_scale.checked_scale(
+                    as_number(new_scale), "new_scale"
+                )
         if new_scale is None:
-            flags = self._flags()
-            found_inf = flags[0]
-            if len(flags) > 1 or found_inf.device != scale.device:
-                found_inf = torch.stack([host.moved(flag, scale.device) for flag in flags]).amax()
-            if not isinstance(own.hysteresis, Tensor):
-                own.hysteresis = torch.full_like(tracker, own.hysteresis)
-            own.settings.loss_scale.advance_(ScaleState(scale, tracker, own.hysteresis), found_inf)
+            self._update_scale(scale, growth_tracker, self._found_inf_flags())
         else:
-            scale.fill_(value)
-            own.begun = (value, own.begun[1])
-            self._guard.ranks.steps += 1
-        if not on_host or scale.item() != before:
-            self._carry_over(scale, before)
-            if own.scaled and own.scale_of_grads is None:
-                own.scale_of_grads = before
+            scale.fill_(new_scale)
+            self._initial_scale = new_scale, self._initial_scale[1]
+            self._sync.silent_call_hash += 1
+        if not is_on_host or scale.item() != old_scale:
+            self._rescale_unchecked_grads(scale, old_scale)
+            if self._loss_was_scaled and self._scale_of_grads is None:
+                self._scale_of_grads = old_scale
         self._end_iteration()
 
-    def _carry_over(self, scale: Tensor, before: float | Tensor) -> None:
-        """Multiply gradients that no call of this iteration saw by the change of the scale."""
-        known = [optimizer for optimizer, _ in self._guard.optimizers.live()]
-        waiting = [optimizer for optimizer in known if not self._was_looked_at(optimizer)]
-        if waiting:
-            looked_at = [o for o in known if self._was_looked_at(o)]
-            theirs = {id(p) for o in looked_at for p in source_of(o).parameters()}
-            parameters = (p for o in waiting for p in source_of(o).parameters())
-            carry_over((p for p in parameters if id(p) not in theirs), scale / before)
+    def _update_scale(self, scale: Tensor, growth_tracker: Tensor, flags: Sequence[Tensor]) -> None:
+        """Update the scale by its rule, from the found-inf flags of the iteration."""
+        found_inf = flags[0]
+        if len(flags) > 1 or found_inf.device != scale.device:
+            flags = [device_utils.to_device(flag, scale.device) for flag in flags]
+            found_inf = torch.stack(flags).amax()
+        if not isinstance(self._hysteresis_tracker, Tensor):
+            self._hysteresis_tracker = torch.full_like(growth_tracker, self._hysteresis_tracker)
+        state = ScaleState(scale, growth_tracker, self._hysteresis_tracker)
+        self._scaler_settings.loss_scale.update_(state, found_inf)
 
-    def _carry_over_first_gradients(self, optimizer: Any) -> None:
-        before = self._distamp.scale_of_grads
-        if before is None or self._was_looked_at(optimizer):
+    def _rescale_unchecked_grads(self, scale: Tensor, old_scale: float | Tensor) -> None:
+        """Multiply by new / old the gradients that no call of this iteration has checked."""
+        checked: set[int] = set()
+        unchecked: list[Tensor] = []
+        for optimizer, _ in self._histories.live():
+            params = view_of(optimizer).model_params()
+            if self._was_checked(optimizer):
+                checked.update(map(id, params))
+            else:
+                unchecked += params
+        if unchecked:
+            params = [param for param in unchecked if id(param) not in checked]
+            rescale_grads_(params, scale / old_scale)
+
+    def _rescale_first_grads(self, optimizer: Any) -> None:
+        """Rescale the gradients of an optimizer that is seen for the first time.
+
+        The update that changed the scale of its losses did not know the optimizer.
+        """
+        old_scale = self._scale_of_grads
+        if old_scale is None or self._was_checked(optimizer):
             return
-        # The gradients of other optimizers that were seen are carried over, or the user's, already.
-        settled: set[int] = set()
-        for other, state in self._guard.optimizers.live():
-            if state.inside() is not innermost(optimizer):
-                settled.update(map(id, source_of(other).parameters()))
-        scale, _ = self._tensors()
-        waiting = [p for p in source_of(optimizer).parameters() if id(p) not in settled]
-        carry_over(waiting, scale / before)
+        base = view_of(optimizer).base
+        # The gradients of other optimizers were rescaled, or belong to the user.
+        rescaled: set[int] = set()
+        for other, history in self._histories.live():
+            if history.base_ref() is not base:
+                rescaled.update(map(id, view_of(other).model_params()))
+        scale, _ = self._scale_tensors()
+        params = view_of(optimizer).model_params()
+        rescale_grads_((p for p in params if id(p) not in rescaled), scale / old_scale)
 
-    def _was_looked_at(self, optimizer: Any) -> bool:
-        record = self._record_of(optimizer)
-        return record is not None and bool(record["found_inf_per_device"])
+    def _was_checked(self, optimizer: Any) -> bool:
+        state = self._state_or_none(optimizer)
+        return state is not None and bool(state["found_inf_per_device"])
 
     # -- uneven inputs ---------------------------------------------------------------------------
 
     @property
     def join_device(self) -> torch.device:
         """The device of the loss scale, for ``Join``."""
-        return self._tensors()[0].device
+        return self._scale_tensors()[0].device
 
-    def _remembered(self) -> Sequence[float]:
-        scale, tracker = self._tensors()
-        return scale.item(), tracker.item(), int(self._distamp.hysteresis)
+    def _join_state(self) -> Sequence[float]:
+        scale, growth_tracker = self._scale_tensors()
+        return scale.item(), growth_tracker.item(), int(self._hysteresis_tracker)
 
-    def _has_joined(self, remembered: Sequence[float]) -> None:
-        if remembered:
-            scale, tracker, hysteresis = remembered
-            self._load(
-                Saved(self._distamp.settings.loss_scale, scale, int(tracker), int(hysteresis))
-            )
-        # update(new_scale) may have set it where others had no inputs left.
-        self._distamp.begun = (self._tensors()[0].item(), self._get_growth_tracker())
+    def _load_join_state(self, values: Sequence[float]) -> None:
+        if values:
+            scale, growth_tracker, hysteresis = values
+            rule = self._scaler_settings.loss_scale
+            self._load_parsed(ParsedState(rule, scale, int(growth_tracker), int(hysteresis)))
+        # update(new_scale) may have set the scale while other ranks had no inputs left.
+        self._initial_scale = self._scale_tensors()[0].item(), self._get_growth_tracker()
 
     def _scale_text(self) -> str:
         scale = self._scale
         if scale is None:
             return f" at loss scale {self._init_scale:g}"
-        if not host.is_host(scale.device):  # a read would synchronise
+        if not device_utils.is_cpu(scale.device):  # A read would wait for the device.
             return f" with its loss scale on {scale.device}"
         return f" at loss scale {scale.item():g}"
 
     # -- torch's private names ---------------------------------------------------------------------
 
-    def _tensors(self) -> tuple[Tensor, Tensor]:
+    def _scale_tensors(self) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        assert self._scale is not None
-        assert self._growth_tracker is not None
-        return self._scale, self._growth_tracker
+        return cast("Tensor", self._scale), cast("Tensor", self._growth_tracker)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         # The first call may come from validation; the tensors must be fit for training afterwards.
@@ -370,10 +381,10 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         scale, tracker = self._scale, self._growth_tracker
         if scale is not None and tracker is not None:
             return scale, tracker
-        # Where ranks agree, another may hold the loss (the last stage of a pipeline): there the
-        # first message says whether any rank called scale().
-        if self._group(torch.device(self._device)) is not None:
-            return self._tensors()
+        # With other ranks, another one may hold the loss (the last stage of a pipeline). The first
+        # message shows whether any rank called scale().
+        if self._active_group(torch.device(self._device)) is not None:
+            return self._scale_tensors()
         raise CallOrderError(
             f"Attempted {funcname} but _scale is None.  This may indicate your script did not "
             "use scaler.scale(loss or outputs) earlier in the iteration."
@@ -392,9 +403,10 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
         """
         if not self._enabled:
             return {}
-        own = self._distamp
-        ours = write_loss_scale(own.settings.loss_scale, int(own.hysteresis))
-        return {**super().state_dict(), STATE_KEY: ours}
+        rule_state = loss_scale_state_dict(
+            self._scaler_settings.loss_scale, int(self._hysteresis_tracker)
+        )
+        return {**super().state_dict(), STATE_KEY: rule_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict()`` of this class, of torch's scaler or of Apex.
@@ -407,48 +419,90 @@ class DistGradScaler(Steps, torch.amp.GradScaler, Joinable):
             ConfigError: A value is outside its range; nothing is changed then.
         """
         if self._enabled:
-            self._load(read_state(state_dict, self._distamp.settings.loss_scale))
+            self._load_parsed(parse_state_dict(state_dict, self._scaler_settings.loss_scale))
 
-    def _load(self, saved: Saved) -> None:
-        own, rule = self._distamp, saved.loss_scale
-        own.scale_of_grads = None
-        own.settings = replace(own.settings, loss_scale=rule)
-        scale = self.get_scale() if saved.scale is None else saved.scale
-        tracker = self._get_growth_tracker() if saved.tracker is None else saved.tracker
+    def _load_parsed(self, parsed: ParsedState) -> None:
+        rule = parsed.loss_scale
+        scale = self.get_scale() if parsed.scale is None else parsed.scale
+        growth_tracker = parsed.growth_tracker
+        if growth_tracker is None:
+            growth_tracker = self._get_growth_tracker()
+        if parsed.hysteresis_tracker is not None:
+            self._hysteresis_tracker = parsed.hysteresis_tracker
+        self._scaler_settings = replace(self._scaler_settings, loss_scale=rule)
         scale = min(max(scale, rule.min_scale), rule.max_scale)
-        self._init_scale, self._init_growth_tracker = scale, tracker
-        own.hysteresis = own.hysteresis if saved.hysteresis is None else saved.hysteresis
+        self._init_scale, self._init_growth_tracker = scale, growth_tracker
+        self._scale_of_grads = None
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
-            self._growth_tracker.fill_(tracker)
-        self._guard.ranks.restart()
+            self._growth_tracker.fill_(growth_tracker)
+        self._sync.reset_counters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = self._distamp
-        if self._per_optimizer_states:
+        if self._states_of_iteration():
             raise CallOrderError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        # What a subclass added goes along, as with torch's class.
+        # Attributes that a subclass added are pickled, as with torch's class.
         state = dict(self.__dict__)
         if self._enabled:
             state["_init_scale"] = self.get_scale()
             state["_init_growth_tracker"] = self._get_growth_tracker()
-        ranks = copy.deepcopy(self._guard.ranks)  # a copy counts its own iterations
-        state["_distamp"] = own.settings, int(own.hysteresis), ranks
-        for name in ("_scale", "_growth_tracker", "_per_optimizer_states", "_guard"):
+        for name in (*UNPICKLED, *_UNPICKLED):
             del state[name]
+        # A copy counts its own iterations.
+        state["_sync"] = copy.deepcopy(self._sync)
+        state["_hysteresis_tracker"] = int(self._hysteresis_tracker)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Joinable.__init__(self)
-        if "_distamp" not in state:
-            torchs = from_torch(state)
-            ours = Settings(torchs.loss_scale), torchs.hysteresis, Ranks(None, self._noun)
-            tracker = {"_init_scale": torchs.scale, "_init_growth_tracker": torchs.tracker}
-            state = {**state, **tracker, "_distamp": ours}
+        if "_scaler_settings" not in state:
+            parsed = parse_torch_pickle(state)
+            state = {
+                **state,
+                "_init_scale": parsed.scale,
+                "_init_growth_tracker": parsed.growth_tracker,
+                "_scaler_settings": ScalerSettings(parsed.loss_scale),
+                "_sync": RankSync(None, self._noun),
+                "_hysteresis_tracker": parsed.hysteresis_tracker,
+            }
         self.__dict__.update(state)
-        given, hysteresis, ranks = state["_distamp"]
-        self._start(given, self._init_scale, self._init_growth_tracker, ranks)
-        self._distamp.hysteresis = hysteresis
+        scale, growth_tracker = state["_init_scale"], state["_init_growth_tracker"]
+        self._init_scaler(state["_scaler_settings"], scale, growth_tracker, state["_sync"], {})
+        self._hysteresis_tracker = state["_hysteresis_tracker"]
+
+
+#: Attributes beside those of `StepGuardBase` that a pickle leaves out.
+_UNPICKLED = ("_initial_scale", "_inv_scale_cache", "_loss_was_scaled", "_scale_of_grads")
+
+
+def _map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``function`` to every tensor, keeping lists, tuples, namedtuples and mappings.
+
+    A read-only mapping becomes a dict. Other iterables become iterators, as in
+    torch.amp.GradScaler.
+
+    Raises:
+        ValueError: A leaf is not a tensor.
+    """
+    if isinstance(structure, Tensor):
+        return function(structure)
+    if isinstance(structure, Mapping):
+        items = {key: _map_tensors(value, function) for key, value in structure.items()}
+        if type(structure) is dict or not isinstance(structure, MutableMapping):
+            return items
+        result = copy.copy(structure)
+        result.update(items)
+        return result
+    if isinstance(structure, Iterable) and not isinstance(structure, (str, bytes)):
+        mapped = (_map_tensors(value, function) for value in structure)
+        if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+            return type(structure)(*mapped)
+        if isinstance(structure, (list, tuple)):
+            return type(structure)(mapped)
+        return mapped
+    raise ValueError(
+        "outputs must be a Tensor or an iterable of Tensors, not "
+        f"{type(structure).__name__} ({structure!r:.80})"
+    )

@@ -1,4 +1,4 @@
-"""How the loss scale moves: pure values in, pure values out, the same on CPU and GPU."""
+"""Loss scales as values: the rules that update a scale, the same on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ class LossScale:
         """
         raise NotImplementedError
 
-    def advance_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
+    def update_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """Write the state of the next iteration into ``state``'s own tensors, and return it.
 
         Captured graphs and optimizers may hold these very tensors.
         """
-        after = self.next_state(state, found_inf)
-        for old, new in zip(state, after, strict=True):
-            if new is not old:
-                old.copy_(new)
+        next_state = self.next_state(state, found_inf)
+        for tensor, next_tensor in zip(state, next_state, strict=True):
+            if next_tensor is not tensor:
+                tensor.copy_(next_tensor)
         return state
 
     def checked_scale(self, scale: object, name: str = "init_scale") -> float:
@@ -128,7 +128,7 @@ class LossScale:
         """Return a copy with some settings changed, validated as a whole."""
         return replace(self, **settings)
 
-    def extras(self) -> dict[str, Any]:
+    def non_torch_settings(self) -> dict[str, Any]:
         """Return the settings that torch's five ``state_dict`` keys cannot hold."""
         torch_names = ("growth_factor", "backoff_factor", "growth_interval")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in torch_names}
@@ -149,10 +149,10 @@ class DynamicLossScale(LossScale):
         """See `LossScale.next_state`; torch's own kernel computes it."""
         scale, tracker = state.scale.clone(), state.growth_tracker.clone()
         moved = ScaleState(scale, tracker, state.hysteresis_tracker)
-        return self.advance_(moved, found_inf)
+        return self.update_(moved, found_inf)
 
-    def advance_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """See `LossScale.advance_`; torch's own kernel works in place."""
+    def update_(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
+        """See `LossScale.update_`; torch's own kernel works in place."""
         torch._amp_update_scale_(
             state.scale,
             state.growth_tracker,
@@ -200,7 +200,7 @@ class HysteresisLossScale(LossScale):
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """See `LossScale.next_state`."""
-        found = found_inf > 0
+        is_overflow = found_inf > 0
         scale, tracker = state.scale.clone(), state.growth_tracker.clone()
         torch._amp_update_scale_(
             scale,
@@ -210,11 +210,13 @@ class HysteresisLossScale(LossScale):
             self.backoff_factor,
             self.growth_interval,
         )
-        left = (state.hysteresis_tracker - found.to(torch.int32)).clamp_(min=0)
-        scale = torch.where(found & (left > 0), state.scale, scale)
-        restored = ~found if self.consecutive else ~found & (tracker == 0)
-        left = left.masked_fill(restored, self.hysteresis)
-        return ScaleState(scale.clamp_(self.min_scale, self.max_scale), tracker, left)
+        credit = (state.hysteresis_tracker - is_overflow.to(torch.int32)).clamp_(min=0)
+        scale = torch.where(is_overflow & (credit > 0), state.scale, scale)
+        is_restored = ~is_overflow
+        if not self.consecutive:
+            is_restored = is_restored & (tracker == 0)
+        credit = credit.masked_fill(is_restored, self.hysteresis)
+        return ScaleState(scale.clamp_(self.min_scale, self.max_scale), tracker, credit)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a scaler is made with, checked."""
+"""Checks of the arguments of a scaler."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from distamp.errors import ConfigError
-from distamp.guard.kernels import refuse_mps
-from distamp.guard.steps import checked_limit
+from distamp.guard.fused import check_device_supported
+from distamp.guard.step_guard import check_skip_limit
+from distamp.optim_utils import OptimizerView
 from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
-from distamp.sources import GradientSource
 
-__all__ = ["Settings", "one_number", "resolve_device", "resolve_loss_scale"]
+__all__ = ["ScalerSettings", "as_number", "make_loss_scale", "resolve_device"]
 
 _FP16_GRADS = ("error", "inplace", "master")
 
@@ -24,7 +24,7 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
     """Return the device type and whether this machine has it.
 
     Raises:
-        TypeError: Something that is no device: a number, a list.
+        TypeError: ``device`` is no device, such as a number or a list.
         ValueError: torch knows no such device.
         ConfigError: It is MPS.
     """
@@ -33,19 +33,21 @@ def resolve_device(device: Any) -> tuple[Any, bool]:
         device = "cpu" if accelerator is None else accelerator.type
     if not isinstance(device, (str, torch.device)):
         raise TypeError(
-            f"device must be a device type such as 'cuda' or 'cpu', not {device!r:.80}; a loss "
-            f"scale is given by keyword: init_scale={device!r:.80}"
+            f"device must be a device type such as 'cuda' or 'cpu', not {device!r:.80}. Pass a "
+            f"loss scale by keyword: init_scale={device!r:.80}"
         )
     try:
         device_type = torch.device(device).type
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is not a device that torch knows: {error}") from None
-    refuse_mps(device_type)
-    there = device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
-    return device_type, there
+    check_device_supported(device_type)
+    is_available = device_type == "cpu"
+    if accelerator is not None and accelerator.type == device_type:
+        is_available = True
+    return device_type, is_available
 
 
-def resolve_loss_scale(
+def make_loss_scale(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
@@ -53,11 +55,11 @@ def resolve_loss_scale(
     max_scale: float,
     loss_scale: LossScale | None,
 ) -> LossScale:
-    """Return the loss scale that a scaler's settings ask for.
+    """Return the rule of a loss scale for a scaler's arguments.
 
     Raises:
         TypeError: ``loss_scale`` is not a LossScale.
-        ConfigError: A setting is outside its range, or belongs to the loss scale that is given.
+        ConfigError: A setting is outside its range, or belongs into ``loss_scale``.
     """
     settings = (growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
     if loss_scale is None:
@@ -69,14 +71,18 @@ def resolve_loss_scale(
         )
     if settings != (2.0, 0.5, 2000, MIN_SCALE, MAX_SCALE):
         raise ConfigError(
-            "growth_factor, backoff_factor, growth_interval, min_scale and max_scale belong to "
-            "the loss scale when one is given; set them there"
+            "growth_factor, backoff_factor, growth_interval, min_scale and max_scale were passed "
+            "beside loss_scale=. They are arguments of that loss scale, so pass them to its class."
         )
     return loss_scale
 
 
-def one_number(value: float | Tensor) -> float:
-    """Return a new scale as a number; raise where a tensor of it has no one value."""
+def as_number(value: float | Tensor) -> float:
+    """Return a new scale as a number.
+
+    Raises:
+        ConfigError: A tensor has more than one element, or requires a gradient.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1 or value.requires_grad:
@@ -88,16 +94,16 @@ def one_number(value: float | Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a scaler was made with; made anew where a setting changes.
+class ScalerSettings:
+    """Settings of a scaler; a change of a setting makes a new object.
 
     Args:
-        loss_scale: How the scale moves.
-        fp16_grads: What to do with float16 gradients.
+        loss_scale: The rule of the loss scale.
+        fp16_grads: The treatment of float16 gradients.
         max_consecutive_skips: The limit on skipped steps in a row.
 
     Raises:
-        ConfigError: ``fp16_grads`` or ``max_consecutive_skips`` is none of what is allowed.
+        ConfigError: ``fp16_grads`` or ``max_consecutive_skips`` is outside its range.
     """
 
     loss_scale: LossScale
@@ -105,12 +111,12 @@ class Settings:
     max_consecutive_skips: int | None = None
 
     def __post_init__(self) -> None:
-        checked_limit(self.max_consecutive_skips)
+        check_skip_limit(self.max_consecutive_skips)
         if self.fp16_grads not in _FP16_GRADS:
             raise ConfigError(f"fp16_grads must be one of {_FP16_GRADS}, not {self.fp16_grads!r}")
 
     @functools.cached_property
-    def text(self) -> str:
+    def fingerprint(self) -> str:
         """The settings as ranks compare them: a line ``name=value`` for each."""
         rule = self.loss_scale
         values = {
@@ -122,24 +128,24 @@ class Settings:
         lines = [f"{name}={value}" for name, value in values.items()]
         return "\n".join(["class=DistGradScaler", *lines])
 
-    def check_masters(self, optimizer: Any, source: GradientSource) -> None:
-        """Refuse masters that the scaler does not know of, and the other way round.
+    def check_masters(self, optimizer: Any, view: OptimizerView) -> None:
+        """Refuse an optimizer with masters that contradict ``fp16_grads``.
 
         Raises:
             ConfigError: The optimizer has masters and the settings do not say so, or has float16
                 parameters without masters although they do.
         """
-        if source.casts == (self.fp16_grads == "master"):
+        if view.has_masters == (self.fp16_grads == "master"):
             return
         name = type(optimizer).__name__
-        if source.casts:
+        if view.has_masters:
             raise ConfigError(
                 f"{name} has master parameters and the scaler has fp16_grads="
-                f"{self.fp16_grads!r}: make it with fp16_grads='master', which unscales on the way "
-                "to them"
+                f"{self.fp16_grads!r}. Make the scaler with fp16_grads='master', which unscales "
+                "gradients into masters."
             )
-        if any(p.dtype is torch.float16 for p in source.parameters()):
+        if any(p.dtype is torch.float16 for p in view.model_params()):
             raise ConfigError(
-                f"fp16_grads='master', and {name} holds float16 parameters without masters: call "
-                "MasterParameters(optimizer) before the first step"
+                f"The scaler has fp16_grads='master', and {name} holds float16 parameters without "
+                "masters. Call MasterParameters(optimizer) before the first step."
             )

@@ -54,8 +54,8 @@ class Store:
 
     def end_iteration(self, *flags: float) -> None:
         for flag in flags:
-            self.hook.step_ended(None, torch.tensor(flag))
-        self.hook.iteration_ended()
+            self.hook.on_step(None, torch.tensor(flag))
+        self.hook.on_update()
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_bucket_that_is_exchanged_after_another_optimizer_skipped_keeps_its_er
     store.end_iteration(TAKEN)
     before = store.residual("a").clone()
     store.exchange("b", store.gradient(1e4))
-    store.hook.step_ended(None, torch.tensor(SKIPPED))
+    store.hook.on_step(None, torch.tensor(SKIPPED))
     gradient = store.gradient()
     received = store.exchange("a", gradient)
     store.end_iteration(TAKEN)
@@ -134,13 +134,13 @@ def test_the_error_is_kept_in_unscaled_units_while_the_loss_scale_moves(store, s
     """The first step is taken, the second is skipped without the bucket, and the third has it."""
     first, second = store.gradient(), store.gradient()
     scale = torch.tensor(scales[0])
-    store.hook.scale_changed(scale)
+    store.hook.on_scale(scale)
     total = store.exchange("a", first * scale) / scale
     store.end_iteration(TAKEN)
     for value, flag in zip(scales[1:], (SKIPPED, None), strict=True):
         # A scaler writes its next scale into the same tensor.
         scale.fill_(value)
-        store.hook.scale_changed(scale)
+        store.hook.on_scale(scale)
         if flag is not None:
             store.exchange("b", store.gradient(1e4) * scale)
             store.end_iteration(flag)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distamp import DistGradScaler, StepGuard, clip_grad_norm_
 from distamp.error_text import lines_by_rank
 from distamp.errors import CallOrderError
-from distamp.groups import Group, reach
-from distamp.guard.ranks import Call, _Counted, mismatch_text
+from distamp.guard.rank_sync import CallFingerprint, _Counters, mismatch_text
+from distamp.process_group import MessageGroup, call_collective
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import device_type
 from tests.ranks import logged
@@ -28,9 +28,9 @@ def test_a_repr_has_the_scale_the_ranks_and_the_steps_that_the_host_knows():
     for made in (guard, scaler):
         for gradient in (1.0, INF, 50.0):
             iteration(made, optimizer, parameter, gradient, skip_norm_above=10.0)
-    assert repr(guard) == "<StepGuard of 1 rank: SGD 1 step taken, 1 skipped, 1 spike>"
+    assert repr(guard) == "<StepGuard of 1 rank: SGD 1 step taken, 1 skipped, 1 norm skip>"
     assert repr(scaler) == (
-        "<DistGradScaler of 1 rank at loss scale 4: SGD 1 step taken, 1 skipped, 1 spike>"
+        "<DistGradScaler of 1 rank at loss scale 4: SGD 1 step taken, 1 skipped, 1 norm skip>"
     )
 
 
@@ -418,24 +418,24 @@ def test_ranks_that_differ_read_the_fields_that_differ_and_no_others(expected):
     assert text == expected
 
 
-def _compared(number: int, odd: set[int]) -> list[tuple[int, dict[str, Any]]]:
+def _settings_fingerprint(number: int, odd: set[int]) -> list[tuple[int, dict[str, Any]]]:
     """Return what ``number`` ranks compare, of which some have another interval."""
     scaler = cpu_scaler(growth_interval=1000)
     scale = torch.tensor(1.0)
-    settings, begun, scaled = scaler._compared(scale)
+    settings, begun, scaled = scaler._settings_fingerprint(scale)
     scaler.set_growth_interval(2000)
-    other_settings, _, _ = scaler._compared(scale)
-    counted = _Counted(3, 0, None, None)
+    other_settings, _, _ = scaler._settings_fingerprint(scale)
+    counters = _Counters(3, 0, None, None)
     compared = []
     for rank in range(number):
         text = other_settings if rank in odd else settings
-        call = Call("step", ["SGD"], (0,), text, begun, scaled)
-        compared.append((rank, call.alike(counted)))
+        call = CallFingerprint("step", ["SGD"], (0,), text, begun, scaled)
+        compared.append((rank, call.as_dict(counters)))
     return compared
 
 
 def test_of_512_ranks_one_that_differs_has_a_line_and_all_others_one():
-    text = mismatch_text(_compared(512, {17}))
+    text = mismatch_text(_settings_fingerprint(512, {17}))
     head, *lines, fix = text.splitlines()
     assert head == "The ranks differ in growth_interval=. Nothing was stepped by this call."
     first, second = lines
@@ -445,11 +445,11 @@ def test_of_512_ranks_one_that_differs_has_a_line_and_all_others_one():
 
 
 def test_ranks_that_are_equal_have_no_text():
-    assert mismatch_text(_compared(512, set())) == ""
+    assert mismatch_text(_settings_fingerprint(512, set())) == ""
 
 
 def test_two_halves_of_the_ranks_have_a_line_each():
-    text = mismatch_text(_compared(6, {1, 3, 4, 5}))
+    text = mismatch_text(_settings_fingerprint(6, {1, 3, 4, 5}))
     assert "\n  ranks 0, 2: growth_interval=1000\n  ranks 1, 3-5: growth_interval=2000\n" in text
 
 
@@ -494,9 +494,9 @@ def _fail() -> None:
 
 def _lost(owner: str | None) -> str:
     """Return the error of rank 0 whose peers are gone."""
-    group: Any = Group(dist.group.WORLD, torch.device("cpu"), owner)
+    group: Any = MessageGroup(dist.group.WORLD, torch.device("cpu"), owner)
     group.global_rank = 0
-    name, text = error_of(reach, group, _fail)
+    name, text = error_of(call_collective, group, _fail)
     assert name == "RankMismatchError"
     return text
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import CallOrderError, ConfigError, GradientError, NonFiniteGradientsError
+from distamp.optim_utils import view_of
 from distamp.scaler import MasterParameters
-from distamp.sources import source_of
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, NAN, backward, cpu_scaler, error_of, iteration, leaf, sgd
 
@@ -152,11 +152,11 @@ def _gradients_of_a_skip(make: Any, name: str, **limits: float) -> list[Any]:
     """Return the gradients after a step that the norm of 50 skips."""
     optimizer, settings = OPTIMIZERS[name]()
     made = make(**settings) if make is cpu_scaler else make()
-    (parameter,) = source_of(optimizer).parameters()
+    (parameter,) = view_of(optimizer).model_params()
     backward(made, parameter, [30.0, 40.0])
     made.step(optimizer, skip_norm_above=10.0, **limits)
     assert not made.step_was_taken(optimizer)
-    return [each.grad for pair in source_of(optimizer).stepped() for each in pair]
+    return [each.grad for pair in view_of(optimizer).param_pairs() for each in pair]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -170,10 +170,10 @@ def test_a_step_that_skip_norm_above_skips_does_not_clip(make, name):
 def test_a_disabled_scaler_clips_several_optimizers_with_masters_by_their_norm():
     optimizers, scaler = [_with_masters()[0] for _ in range(2)], _disabled()
     for optimizer, gradient in zip(optimizers, ([3.0, 0.0], [0.0, 4.0]), strict=True):
-        backward(scaler, source_of(optimizer).parameters()[0], gradient)
+        backward(scaler, view_of(optimizer).model_params()[0], gradient)
     scaler.step_all(optimizers, max_norm=1.0)
     assert scaler.grad_norm().item() == pytest.approx(5.0)
-    stepped = [source_of(each).parameters()[0].tolist() for each in optimizers]
+    stepped = [view_of(each).model_params()[0].tolist() for each in optimizers]
     assert stepped[0] == pytest.approx([0.4, 1.0], rel=1e-3)
     assert stepped[1] == pytest.approx([1.0, 0.2], rel=1e-3)
 

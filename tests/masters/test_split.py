@@ -95,7 +95,7 @@ def test_a_state_of_whole_masters_is_one_of_split_masters_and_the_other_way_roun
         first.load_state_dict({"version": 1, "masters": {0: value}})
         second.load_state_dict(first.state_dict())
         assert torch.equal(second.state_dict()["masters"][0], value)
-        assert second.parameters()[0].tolist() == [1.0, -3.0]
+        assert second.model_params()[0].tolist() == [1.0, -3.0]
 
 
 def test_the_master_of_a_written_weight_rounds_to_it_also_where_that_is_zero():

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import OpLists, precision_report
-from distamp.gradients import local_of
+from distamp.grads import to_local
 from distamp.report import PrecisionReport, lost_updates
 from distamp.scaler import master_params
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
@@ -411,7 +411,7 @@ def _accumulated(level: str, layout: str, reduce_fp32: bool) -> tuple[float, set
             with amp.no_sync() if reduce_fp32 and index < 2 else nullcontext():
                 amp.backward(amp.model(torch.full((1, 4), size)).float().sum())
     amp.scaler.unscale_(optimizer)
-    grads = [local_of(p.grad) for p in master_params(optimizer) if p.grad is not None]
+    grads = [to_local(p.grad) for p in master_params(optimizer) if p.grad is not None]
     accumulations = [
         finding for finding in report.findings() if finding.rule == "half-accumulation"
     ]

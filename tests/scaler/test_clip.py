@@ -121,7 +121,7 @@ def test_what_cannot_be_clipped_is_named():
         with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not (tuple|Linear)"):
             scaler.clip_grad_norm_(given, 1.0)
     model(torch.ones(1)).backward()
-    with pytest.raises(CallOrderError, match="Give clip_grad_norm_ the optimizer"):
+    with pytest.raises(CallOrderError, match="Pass the optimizer to clip_grad_norm_"):
         scaler.clip_grad_norm_(model.parameters(), 1.0)
 
 

@@ -191,7 +191,7 @@ ERRORS: dict[str, Callable[[Job], Any]] = {
     "losure": lambda job: job.scaler.step(job.a, *([lambda: 1.0] if job.odd else [])),
     "Closure": lambda job: job.scaler.step(job.a, **({"closure": lambda: 1.0} if job.odd else {})),
     "max_norm must be >= 0": lambda job: job.scaler.clip_grad_norm_(job.a, 1.0 - 2.0 * job.odd),
-    "no optimizer this scaler has": lambda job: job.scaler.clip_grad_norm_(
+    "no optimizer that this scaler has": lambda job: job.scaler.clip_grad_norm_(
         [job.stranger if job.odd else job.first], 1.0
     ),
     "declared both": lambda job: job.scaler.clip_grad_norm_(
@@ -212,7 +212,7 @@ def test_an_error_where_a_message_is_due_is_raised_on_every_rank(words):
     assert job.first.item() == 0.75
     if words == "FP16 gradients":  # which would be unscaled twice
         assert error_of(job.scaler.step, job.a)[0] == "CallOrderError"
-    if words != "no optimizer this scaler has":  # no rank goes on after such a mistake
+    if words != "no optimizer that this scaler has":  # no rank goes on after such a mistake
         job.scaler.update()
         job.a.param_groups[1:] = []
         leaves_out_nothing(job)

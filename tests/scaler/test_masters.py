@@ -353,7 +353,7 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
     with pytest.raises(ValueError, match="has a master"):
         optimizer.step()
     with pytest.raises(CallOrderError, match="is gone"):
-        one_master()[2].stepped()
+        one_master()[2].param_pairs()
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step", "clip_grad_norm_"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distamp import StepGuard
 from distamp.errors import CallOrderError, LossScaleCollapseError
-from distamp.guard import overflow
+from distamp.guard import nonfinite_report
 from distamp.scaler import MasterParameters
 from tests.on_ranks import on_ranks
 from tests.ranks import logged
@@ -223,7 +223,7 @@ def test_an_error_while_one_rank_names_a_parameter_is_logged_and_hangs_no_other(
     bad = {"second.bias": torch.tensor([INF])} if dist.get_rank() else {}
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank():
-            patch.setattr(overflow, "gradients_by_name", fail)
+            patch.setattr(nonfinite_report, "named_grad_tensors", fail)
         lines = _skip(way, StepGuard, bad)
     expected = "first in a parameter that cannot be named (RuntimeError: no such parameter)"
     assert all(expected in line for line in lines)

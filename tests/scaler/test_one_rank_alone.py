@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard, clip_grad_norm_, initialize
 from distamp.errors import CallOrderError, RankMismatchError
-from distamp.gradients import local_of
+from distamp.grads import to_local
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, cpu_scaler, error_of
@@ -51,7 +51,7 @@ class Training:
         self.guard.update()
 
     def weights(self) -> list[float]:
-        local = [local_of(parameter.detach()) for parameter in self.model.parameters()]
+        local = [to_local(parameter.detach()) for parameter in self.model.parameters()]
         return torch.cat([tensor.flatten() for tensor in local]).tolist()
 
 

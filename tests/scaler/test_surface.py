@@ -77,7 +77,7 @@ def test_a_bad_setting_is_refused_by_name_and_value_wherever_it_is_given(setting
 # Arguments beside ``device="cpu"``, or other devices.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
-        ({"loss_scale": StaticLossScale(), **setting}, ConfigError, "belong to the loss scale")
+        ({"loss_scale": StaticLossScale(), **setting}, ConfigError, "arguments of that loss scale")
         for setting in ({"growth_factor": 3.0}, {"growth_interval": 5}, {"min_scale": 1.0})
     ),
     (

@@ -148,8 +148,8 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
             hook.average(bucket, [parameters[name]]).wait()
         found_inf = torch.full((), flag, device=here())
         with refuse():
-            hook.step_ended(None, found_inf)
-            hook.iteration_ended()
+            hook.on_step(None, found_inf)
+            hook.on_update()
     of_a, of_b = (residuals[0].cpu() for residuals in hook.state_dict()["residuals"].values())
     assert bool(of_a.any()) is (skipped == 0.0)
     assert of_b.any()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distamp import DistGradScaler, StepGuard, host
+from distamp import DistGradScaler, StepGuard, device_utils
 from tests.place import here
 from tests.scaler.matrix.cells import cells, chains, sample
 from tests.scaler.matrix.drawn import hold, programs
@@ -106,7 +106,7 @@ def recorded(device: str, what: str) -> Any:
         elif number > 2:
             tape.replay()
         else:
-            with tape, mock.patch.object(host, "is_captured", return_value=what == "step"):
+            with tape, mock.patch.object(device_utils, "is_capturing", return_value=what == "step"):
                 run()
         if what == "backward":
             step()

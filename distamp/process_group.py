@@ -1,4 +1,4 @@
-"""Over which ranks something is agreed on, and where its messages lie."""
+"""The process group of a guard or scaler, and the device of its messages."""
 
 from __future__ import annotations
 
@@ -11,48 +11,56 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp import host
+from distamp import device_utils
 from distamp.errors import CallOrderError, RankMismatchError
 
-__all__ = ["Group", "GroupLike", "check_group", "gather_sums", "reach", "resolve"]
+__all__ = [
+    "GroupLike",
+    "MessageGroup",
+    "all_gather_rows",
+    "call_collective",
+    "check_group",
+    "resolve_process_group",
+]
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
-_AVAILABLE = dist.is_available()
-# By torch's newer name where there is, which does not warn.
+_IS_AVAILABLE = dist.is_available()
+# torch 2.14 renames the function, and the old name warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Group:
-    """A process group, this rank's place in it, and the device its messages lie on.
+class MessageGroup:
+    """A process group with the device on which its messages lie.
 
     Args:
-        process_group: The group every message of the scaler goes through.
-        preferred: The device of the loss scale; used where the group's backend can read it.
-        owner: The noun for the object that sends, in errors: "guard" or "scaler". None for a call
+        process_group: The group that sends the messages.
+        scale_device: The device of the loss scale, on which messages lie if the group's backend
+            supports it.
+        owner: The noun of the sending object in errors: "guard" or "scaler". None for a call
             without such an object.
     """
 
     def __init__(
-        self, process_group: ProcessGroup, preferred: torch.device, owner: str | None = None
+        self, process_group: ProcessGroup, scale_device: torch.device, owner: str | None = None
     ) -> None:
         self.process_group = process_group
         self.owner = owner
-        self.preferred = preferred
+        self.scale_device = scale_device
         self.size = dist.get_world_size(process_group)
         self.global_ranks = dist.get_process_group_ranks(process_group)
-        #: This rank's number in the default group, the one people know it by.
+        #: This process's rank in the default group, which is the one that users know.
         self.global_rank = self.global_ranks[dist.get_rank(process_group)]
-        self.device = _message_device(process_group, preferred)
-        self.on_host = host.is_host(self.device)
+        self.device = _message_device(process_group, scale_device)
+        self.is_on_host = device_utils.is_cpu(self.device)
 
 
 def check_group(process_group: object) -> None:
-    """Refuse what can never be a group this rank sends through.
+    """Refuse an object that can never be a group of this rank.
 
     Raises:
-        TypeError: Neither a ProcessGroup, a DeviceMesh nor None.
-        ValueError: A group that this rank is no member of.
+        TypeError: The object is no ProcessGroup, DeviceMesh or None.
+        ValueError: The group does not contain this rank.
     """
     if process_group is None:
         return
@@ -71,37 +79,37 @@ def check_group(process_group: object) -> None:
         )
 
 
-def resolve(given: GroupLike, owner: str | None = None) -> ProcessGroup | None:
-    """Return the group to send through now; None where torch.distributed is not initialised.
+def resolve_process_group(group: GroupLike, owner: str | None = None) -> ProcessGroup | None:
+    """Return the process group of ``group``; None if torch.distributed is not initialised.
 
     A mesh stands for all its dimensions as one group. A mesh as large as the default group is that
-    group; only a smaller mesh of several dimensions needs a group of its own, made by its members.
+    group. A smaller mesh of several dimensions needs a new group, which its members create.
 
     Args:
-        given: The group as the user passed it.
-        owner: As in `Group`.
+        group: The group as the user passed it.
+        owner: As in `MessageGroup`.
 
     Raises:
-        CallOrderError: An explicit group was destroyed.
+        CallOrderError: The group was destroyed.
     """
-    world: Any = dist.group.WORLD if _AVAILABLE else None
-    if given is None:
+    world: Any = dist.group.WORLD if _IS_AVAILABLE else None
+    if group is None:
         return world  # type: ignore[no-any-return]
     if world is None:
         raise CallOrderError(_destroyed_text(owner))
-    if isinstance(given, ProcessGroup):
+    if isinstance(group, ProcessGroup):
         try:
-            dist.get_rank(given)  # unlike get_world_size, refuses a group that is gone
+            dist.get_rank(group)  # Unlike get_world_size, this refuses a destroyed group.
         except (ValueError, RuntimeError) as error:
             raise CallOrderError(f"{_destroyed_text(owner)} ({error})") from None
-        return given
-    if given.ndim == 1:
-        return given.get_group()
-    if given.size() == dist.get_world_size():
+        return group
+    if group.ndim == 1:
+        return group.get_group()
+    if group.size() == dist.get_world_size():
         return world  # type: ignore[no-any-return]
-    ranks = sorted(int(rank) for rank in given.mesh.flatten())
-    group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+    ranks = sorted(int(rank) for rank in group.mesh.flatten())
+    new_group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return new_group
 
 
 def _destroyed_text(owner: str | None) -> str:
@@ -116,20 +124,24 @@ def _destroyed_text(owner: str | None) -> str:
     )
 
 
-def _message_device(process_group: ProcessGroup, preferred: torch.device) -> torch.device:
+def _message_device(process_group: ProcessGroup, scale_device: torch.device) -> torch.device:
     config = dist.get_backend_config(process_group)
     backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
-    if preferred.type in backends or not backends:
-        return preferred
+    if scale_device.type in backends or not backends:
+        return scale_device
     if "cpu" in backends:
         return torch.device("cpu")
     return torch.device(next(iter(backends)), torch.accelerator.current_device_index())
 
 
-def reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
-    """Call a collective; if it fails, raise an error that has the likely causes."""
+def call_collective(group: MessageGroup, collective: Callable[..., object], *args: Any) -> None:
+    """Call a collective; if it fails, raise an error with the likely causes.
+
+    Raises:
+        RankMismatchError: The collective failed.
+    """
     try:
-        collective(*given)
+        collective(*args)
     except RuntimeError as error:
         call = "the same call" if group.owner is None else f"the same call of its {group.owner}"
         disabled = ", or its scaler is disabled" if group.owner == "scaler" else ""
@@ -140,10 +152,13 @@ def reach(group: Group, collective: Callable[..., object], *given: Any) -> None:
         ) from error
 
 
-def gather_sums(group: Group, sums: Tensor) -> Tensor:
-    """Return every rank's float64, of shape (ranks, sums), on the device of ``sums``."""
-    mine = host.moved(sums, group.device)
-    shape = group.size, sums.numel()
-    everyone = torch.empty(shape, dtype=torch.float64, device=group.device)
-    reach(group, _all_gather, everyone.view(-1), mine, group.process_group)
-    return host.moved(everyone, sums.device)
+def all_gather_rows(group: MessageGroup, row: Tensor) -> Tensor:
+    """Return the float64 row of every rank, of shape (ranks, values), on the device of ``row``.
+
+    Collective: every rank of ``group`` must call this.
+    """
+    sent = device_utils.to_device(row, group.device)
+    shape = group.size, row.numel()
+    gathered = torch.empty(shape, dtype=torch.float64, device=group.device)
+    call_collective(group, _all_gather, gathered.view(-1), sent, group.process_group)
+    return device_utils.to_device(gathered, row.device)
