@@ -51,7 +51,7 @@ mtype = { ALL_REDUCE, COMPARE, GATHER, SEE_REPLICAS, NEW_GROUP, FIND_ABSENT, BAC
 mtype program[CALLS];
 byte over[CALLS];
 
-/* What survives a call: Guard, Ranks, OptimizerState and torch's records. */
+/* State between calls: StepGuard, RankSync, OptimizerHistory and torch's states. */
 typedef Own {
     byte iteration;
     byte calls;             /* a sum of 1 or 4 a step, modulo 16 */

@@ -1,4 +1,4 @@
-/* What ranks tell each other: DistGradScaler and Ranks, as distamp/scaler has them.
+/* The messages between ranks: DistGradScaler and RankSync, as distamp/scaler has them.
  *
  * RANKS ranks make up to CALLS calls, the same on all, in any order that the model checker can think
  * of; optimizer 0 is plain, optimizer 1 fused. Any look at gradients may overflow on any rank.
@@ -48,7 +48,7 @@ mtype = { ALL_REDUCE, COMPARE, GATHER, GATHER_PAIRS, NEW_GROUP, POST_HOOK, BACKW
 mtype program[CALLS];
 byte over[CALLS];
 
-/* What survives a call: _Own, Ranks, and torch's records. */
+/* State between calls: DistGradScaler, RankSync, and torch's states. */
 typedef Scaler {
     byte scale;
     byte begun;
