@@ -135,7 +135,7 @@ def test_imports_run_one_way():
 
 
 def test_all_is_exactly_what_is_visible_and_each_module_has_what_it_exports():
-    public = {name for name in vars(distamp) if not name.startswith("_")}
+    public = {name for name in dir(distamp) if not name.startswith("_")}
     public = {name for name in public if not isinstance(getattr(distamp, name), ModuleType)}
     assert list(distamp.__all__) == sorted(public | {"__version__"})
     missing = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from distamp.levels.gradient_sync import GradientSync
 from distamp.levels.wrappers import SHARDED_DDP, name_of, recognise
 from distamp.optim_utils import params_of, view_of
 from distamp.precision_level import PrecisionLevel
-from distamp.report import ContractReport, PrecisionContract
 from distamp.scaler import (
     DistGradScaler,
     MasterParameters,
@@ -30,6 +29,9 @@ from distamp.scaler import (
     master_params,
     masters_of,
 )
+
+if TYPE_CHECKING:
+    from distamp.report import ContractReport
 
 __all__ = ["Amp", "StepResult"]
 
@@ -446,6 +448,9 @@ class Amp:
         if isinstance(level_gathers, str):
             level_gathers = (level_gathers,)
         words["param_all_gather"] = (*level_gathers, *gathers)
+        # The import takes long, and most runs check nothing.
+        from distamp.report import PrecisionContract
+
         found = PrecisionContract(**words).check(
             step,
             self.models,
