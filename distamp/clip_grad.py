@@ -334,6 +334,15 @@ class ClipTargets(NamedTuple):
         """Return the gradients that are measured, as they are now."""
         return [share.local_grads() for share in self.shares]
 
+    def multiply_grads_(self, factor: Tensor) -> None:
+        """Multiply the gradients of ``clipped`` in place."""
+        if len(self.shares) == 1:
+            share = self.shares[0]
+            if share.view is not None and share.pairs is None:
+                share.view.multiply_grads_(factor)
+                return
+        multiply_(local_grads(self.clipped).values, factor)
+
 
 def is_optimizer(target: Any) -> bool:
     """Return whether ``target`` is an optimizer, perhaps wrapped, and no parameters."""
@@ -734,18 +743,18 @@ def _has_equal(power: float, powers: Sequence[float]) -> bool:
     return len(equal) > 1
 
 
-def clip_grads_with_norm_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip_grads_with_norm_(targets: ClipTargets, norm: Tensor, max_norm: float) -> None:
     """Multiply gradients so that ``norm`` becomes at most ``max_norm``, as torch's function does.
 
     If the host knows that nothing is to be clipped, nothing is multiplied. A norm that is not
     finite changes nothing: the step will be skipped, and a report can read the gradients.
 
     Args:
-        params: The parameters with the gradients.
+        targets: The gradients.
         norm: 0-d float32.
         max_norm: The largest norm after the clip; >= 0.
     """
     clip_coef = (max_norm / (norm + _EPSILON)).clamp_(max=1.0)
     clip_coef = torch.where(norm.isfinite(), clip_coef, 1.0)
     if not norm.is_cpu or clip_coef.item() < 1.0:
-        multiply_(local_grads(params).values, clip_coef)
+        targets.multiply_grads_(clip_coef)

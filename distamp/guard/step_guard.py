@@ -633,7 +633,6 @@ class StepGuardBase(Joinable):
         """
         device, sync = scale.device, self._sync
         norm = LocalNorm(math.nan)
-        compared, layout_fns = sync.replicas_compared
         with self._exchange("step", states, scale) as exchange:
             exchange.compares_replicas = True
             if error is not None:
@@ -645,9 +644,10 @@ class StepGuardBase(Joinable):
             if isinstance(limits.skip_norm_above, Tensor):
                 exchange.norm_limit = limits.skip_norm_above.float()
             norm = self._local_norm(exchange, states, scale, limits)
-            exchange.requests_replica_check = (
-                norm.num_grads > compared or layout_fns != limits.has_layout_fns
-            )
+            num_compared, layout_fns = sync.replicas_compared
+            has_more_grads = norm.num_grads > num_compared
+            has_other_layout = limits.has_layout_fns != layout_fns
+            exchange.requests_replica_check = has_more_grads or has_other_layout
         if exchange.group is not None and not sync.replicas_match:
             try:
                 self._gather_powers(exchange.group, norm.stack(device), 2.0)
@@ -1015,7 +1015,7 @@ class StepGuardBase(Joinable):
             limit = limits.skip_norm_above
             is_above_limit = limit is not None and norm.item() > float(limit)
             if limits.max_norm is not None and not is_above_limit:
-                clip_grads_with_norm_(targets.clipped, norm, limits.max_norm)
+                clip_grads_with_norm_(targets, norm, limits.max_norm)
             for optimizer in optimizers:
                 self._history(optimizer).total_norm = norm
         for optimizer in optimizers:
@@ -1232,7 +1232,7 @@ class StepGuardBase(Joinable):
                 flags = [nonfinite_norm, *state["found_inf_per_device"].values()]
                 found_inf = as_found_inf_tensor(any_found_inf(flags, device), device)
                 state["found_inf_per_device"] = {device: found_inf}
-        clip_grads_with_norm_(targets.clipped, norm, max_norm)
+        clip_grads_with_norm_(targets, norm, max_norm)
         return norm
 
     def _clip_targets(self, target: Any) -> ClipTargets:

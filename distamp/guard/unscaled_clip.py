@@ -97,7 +97,7 @@ def clip_grad_norm_(
             "so it cannot be clipped. To disable this error and leave the gradients as they are, "
             "set `error_if_nonfinite=False`"
         )
-    clip_grads_with_norm_(targets.clipped, norm, float(max_norm))
+    clip_grads_with_norm_(targets, norm, float(max_norm))
     return norm
 
 

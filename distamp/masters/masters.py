@@ -294,6 +294,13 @@ class MasterParameters(OptimizerView):
         """See `OptimizerView`: the optimizer."""
         return self._held()
 
+    def has_grads(self) -> bool:
+        """See `OptimizerView.has_grads`."""
+        for param, stepped in self.param_pairs():
+            if param.grad is not None or stepped.grad is not None:
+                return True
+        return False
+
     def measured_grads(self) -> LocalGrads:
         """See `OptimizerView.measured_grads`: gradients of masters, with the model's parameters."""
         pairs = [pair for pair in self.param_pairs() if pair[1].grad is not None]
