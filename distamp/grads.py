@@ -186,8 +186,8 @@ def check_no_fp16(dtypes: Iterable[torch.dtype]) -> None:
     if torch.float16 in dtypes:
         raise ValueError(
             "Attempting to unscale FP16 gradients. They underflow in place. Keep parameters in "
-            "float32 under autocast; or make the scaler with fp16_grads='master' and "
-            "MasterParameters(optimizer); or fp16_grads='inplace', as ShardedGradScaler does"
+            "float32 under autocast, or make the scaler with fp16_grads='master' and call "
+            "MasterParameters(optimizer), or pass fp16_grads='inplace', as ShardedGradScaler does."
         )
 
 

@@ -66,7 +66,7 @@ def check_group(process_group: object) -> None:
         return
     if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "process_group does not contain this rank; give each rank the group it belongs to"
+            "process_group does not contain this rank. Pass each rank a group that contains it."
         )
     if not isinstance(process_group, (ProcessGroup, DeviceMesh)):
         raise TypeError(

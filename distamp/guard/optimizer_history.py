@@ -125,8 +125,8 @@ class OptimizerHistories:
         unwrapped = unwrap_optimizer(optimizer)
         if not hasattr(unwrapped, "param_groups"):
             raise TypeError(
-                f"expected an optimizer, not {type(unwrapped).__name__}; several are given as "
-                "unscale_(*optimizers) or step_all(optimizers)"
+                f"expected an optimizer, not {type(unwrapped).__name__}. Pass several as "
+                "unscale_(*optimizers) or step_all(optimizers)."
             )
         params: list[Any] = params_of(unwrapped)
         for param in params:

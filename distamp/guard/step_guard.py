@@ -1634,7 +1634,10 @@ class StepGuardBase(Joinable):
         if not self._join_config.enable:
             return self._sync.group(device)
         if self._join_config.is_first_joinable:
-            raise CallOrderError("the model comes first: Join([model, scaler])")
+            raise CallOrderError(
+                f"The {self._noun} is the first object of Join, so its messages would meet the "
+                f"model's. Pass the model first: Join([model, {self._noun}])."
+            )
         return None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -1908,7 +1911,7 @@ class StepGuard(StepGuardBase):
         with self._sync.errors_sent_later():
             if new_scale is not None and float(new_scale) != 1.0:
                 raise ConfigError(
-                    f"a StepGuard scales nothing: new_scale is 1.0, not {new_scale!r}"
+                    f"A StepGuard scales nothing, so new_scale must be 1.0, not {new_scale!r}."
                 )
             self._check_flags_recorded(new_scale)
         self._found_inf_flags()
@@ -2010,14 +2013,14 @@ class StepGuard(StepGuardBase):
         """
         if not isinstance(state_dict, Mapping):
             raise ConfigError(
-                f"a guard's state is the dict that guard.state_dict() returned, not "
-                f"{state_dict!r:.80}"
+                "A guard's state is the dict that guard.state_dict() returned, not "
+                f"{state_dict!r:.80}."
             )
-        own = read_own_state(state_dict)
-        if own is not None and (not isinstance(own, Mapping) or own.get("version") != 1):
+        entry = read_own_state(state_dict)
+        if entry is not None and (not isinstance(entry, Mapping) or entry.get("version") != 1):
             raise ConfigError(
-                f"the guard's state was written by another version of distamp ({own!r:.80}); this "
-                "one reads version 1"
+                f"The guard's state was written by another version of distamp ({entry!r:.80}). "
+                "This one reads version 1."
             )
         self._sync.reset_counters()
 

@@ -26,6 +26,7 @@
 /* What ends at the group's timeout: on a device, one rank clips and another steps; and a message of
    ours that met a collective which is not ours. */
 #define COMPARES(i) (at[i] == COMPARE)
+#define COMPARES_REPLICAS(i) (!own[i].clips_agree)
 #define IS_IN_TORCH(i) (at[i] == NEW_GROUP || at[i] == POST_HOOK)
 #define OVERDUE (clips_alone || ((ANY(IS_IN_TORCH)) && !(ANY(COMPARES))))
 #include "ranks.pml"
@@ -55,6 +56,7 @@ typedef Scaler {
     bit scaled;
     byte iteration;
     bit scales;
+    bit clips_agree;        /* replicas were found equal, so a clip gathers nothing */
     bit arriving;           /* a reply that the host has not read */
     bit reply_differs;
     bit reply_error;
@@ -155,7 +157,7 @@ inline arrived(collective) {
     :: collective == ALL_REDUCE ->
         counts = 0;
         any_error = ANY(HAS_ERROR);
-        clips_alone = !ON_HOST && !(ALL(HAS_SAME_NAME));
+        clips_alone = !ON_HOST && !(ALL(HAS_SAME_NAME)) && (ANY(COMPARES_REPLICAS));
         all_alike = ALL(IS_ALIKE);
         any_scaled = ANY(HAS_SCALED);
         any_looked = ANY(HAS_LOOKED);
@@ -311,7 +313,9 @@ inline agree(name) {
 #ifdef FAULT_ONLY_THE_RANK_WITH_AN_ERROR_GATHERS
         :: sent_error[me] || !(own[me].scales || own[me].scaled) -> compare()
 #else
-        :: differs[me] || sent_error[me] || !(own[me].scales || own[me].scaled) -> compare()
+        :: differs[me] || sent_error[me] || !(own[me].scales || own[me].scaled) ->
+            compare();
+            own[me].clips_agree = 0
 #endif
         :: else
         fi;
@@ -709,7 +713,15 @@ next:
             set_stage(about, UNSCALED);
             look(NAME_CLIP)
         fi;
-        reach(GATHER_PAIRS);
+        value = (counts || (left & own[me].found_inf[0]) || ((left >> 1) & own[me].found_inf[1]));
+        if
+        :: !own[me].clips_agree ->
+            settle();
+            reach(GATHER_PAIRS);
+            own[me].clips_agree = !value
+        :: own[me].clips_agree && ON_HOST && value -> reach(GATHER_PAIRS)
+        :: else
+        fi;
         d_step {
             /* A norm that is not finite skips all it is of, but where ranks differ: in what? */
             if
@@ -758,6 +770,7 @@ next:
         d_step {
             own[me].arriving = 0;
             own[me].scales = 0;
+            own[me].clips_agree = 0;
             own[me].overflowed = 0;
             own[me].unsent = 0;
             own[me].failure = 0;
