@@ -20,40 +20,42 @@ __all__ = ["main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of every command; the site's page of them is made from it."""
-    made = argparse.ArgumentParser(
+    """Return the parser of every command; the site generates its page of commands from it."""
+    main_parser = argparse.ArgumentParser(
         prog="python -m distamp", description="Mixed precision tools for PyTorch models."
     )
-    commands = made.add_subparsers(dest="command", required=True, metavar="command")
+    commands = main_parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",
-        help="show what works on this machine, for a bug report",
+        help="show versions and devices of this machine, for a bug report",
         description="Show versions and devices; under torchrun also the differences between ranks. "
         "Exits with 1 if ranks differ.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for ranks")
-    foresee = commands.add_parser(
+    dry_run = commands.add_parser(
         "preflight",
-        help="show what a model would run in which dtype, and what to mend",
-        description="Show what a forward pass would run in which dtype, with no device and no "
-        "weights, and what to mend. Exits with 1 if there is a finding of severity error.",
+        help="show the dtypes in which a model would run, and mistakes to fix",
+        description="Show the dtypes in which a forward pass would run, without a device and "
+        "without weights, and mistakes to fix. Exits with 1 if there is a finding of severity "
+        "error.",
     )
-    foresee.add_argument(
+    dry_run.add_argument(
         "factory",
         help="package.module:name of a callable that takes nothing and returns preflight's "
         "arguments: (model, example_inputs), (model, example_inputs, loss_fn) or a dict",
     )
-    foresee.add_argument("--device-type", default="cuda", choices=("cuda", "cpu"))
-    foresee.add_argument("--level", default="fp16", help="fp16 or bf16")
-    foresee.add_argument("--allocate", action="store_true", help="make the weights for real")
-    foresee.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
+    dry_run.add_argument("--device-type", default="cuda", choices=("cuda", "cpu"))
+    dry_run.add_argument("--level", default="fp16", help="fp16 or bf16")
+    dry_run.add_argument("--allocate", action="store_true", help="allocate the weights")
+    dry_run.add_argument("--json", type=Path, metavar="FILE", help="write table and findings")
     check = commands.add_parser(
         "check",
-        help="run one training step and show whether it keeps the precisions that you declare",
-        description="Run one step for real and compare which precisions ran with a contract: the "
-        "model's parameters, products and norms, what ranks send, what the optimizer steps and "
-        "keeps. Under torchrun every rank runs it. Exits with 1 if something is not as declared.",
+        help="run one training step and compare its precisions with the precisions you declare",
+        description="Run one training step and compare its precisions with a contract: the model's "
+        "parameters, products and norms, messages between ranks, the tensors that the optimizer "
+        "steps, and its state. Under torchrun every rank runs it. Exits with 1 if a precision "
+        "violates the contract.",
     )
     check.add_argument(
         "factory",
@@ -67,17 +69,17 @@ def parser() -> argparse.ArgumentParser:
         help="the level whose contract is checked, if the factory returns none: "
         + ", ".join(LEVELS),
     )
-    check.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    return made
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    return main_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for a problem found, 2 if it cannot run."""
+    """Run one command; return the exit code: 0, 1 if it finds a problem, 2 if it cannot run."""
     options = parser().parse_args(arguments)
+    commands = {"doctor": _doctor, "preflight": _preflight, "check": _check}
+    command = commands[options.command]
     try:
-        return {"doctor": _doctor, "preflight": _preflight, "check": _check}[options.command](
-            options
-        )
+        return command(options)
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         print(f"distamp: {error}", file=sys.stderr)
         return 2
@@ -85,13 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     if not options.timeout > 0:
-        raise ValueError(f"--timeout {options.timeout:g}: it is seconds, above 0")
-    found = diagnose(options.timeout)
-    if os.environ.get("RANK", "0") == "0":
-        print(found.to_json() if options.json else found)
-    elif found.problems:
-        print(*found.problems, sep="\n", file=sys.stderr)
-    return 1 if found.problems else 0
+        raise ValueError(f"--timeout must be a number of seconds > 0, not {options.timeout:g}.")
+    diagnosis = diagnose(options.timeout)
+    if _is_first_rank():
+        print(diagnosis.to_json() if options.json else diagnosis)
+    elif diagnosis.problems:
+        print(*diagnosis.problems, sep="\n", file=sys.stderr)
+    return 1 if diagnosis.problems else 0
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _call_factory(
@@ -101,53 +107,63 @@ def _call_factory(
 
     Args:
         name: The factory, as ``"package.module:name"``.
-        arguments: What its result consists of, in the order of a tuple.
-        required: How many of these may not be left out.
-        keywords: What a dict may have besides.
+        arguments: The names of the values that the factory returns, in the order of a tuple.
+        required: The number of arguments, from the first, that must not be left out.
+        keywords: Other names that a dict may have.
 
     Raises:
-        ValueError: The factory raised, or its result lacks something or has too much.
+        ValueError: The factory raised, or a value of its result is missing or unknown.
         TypeError: Its result is neither a tuple, a list nor a dict.
     """
-    module, _, attribute = name.partition(":")
+    module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ValueError(f"the factory is named package.module:name, got {name!r}")
-    sys.path.insert(0, os.getcwd())  # as for `python -m`
-    factory = getattr(importlib.import_module(module), attribute)
+        raise ValueError(f"The factory must be package.module:name, not {name!r}.")
+    # The factory may be in the current folder, as modules for `python -m` may.
+    sys.path.insert(0, os.getcwd())
+    module = importlib.import_module(module_name)
+    factory = getattr(module, attribute)
     try:
         result = factory()
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
-    expected = (
-        f"({', '.join(arguments)}), of which the last may be left out, or a dict of these by name"
-    )
+    names = ", ".join(arguments)
+    expected = f"({names}), of which the last may be left out, or a dict with these keys"
     if isinstance(result, Mapping):
         values = dict(result)
     elif isinstance(result, tuple | list):
         if len(result) > len(arguments):
-            raise ValueError(f"{name} returned {len(result)} values, not {expected}")
+            raise ValueError(f"{name} returned {len(result)} values, not {expected}.")
         values = dict(zip(arguments, result, strict=False))
     else:
-        raise TypeError(f"{name} returned a {type(result).__name__}, not {expected}")
+        raise TypeError(f"{name} returned a {type(result).__name__}, not {expected}.")
     missing = [key for key in arguments[:required] if values.get(key) is None]
     if missing:
-        raise ValueError(f"{name} returned no {' and no '.join(missing)}. It returns {expected}")
-    unknown = [str(key) for key in values if key not in (*arguments, *keywords)]
+        missing_names = " and no ".join(missing)
+        raise ValueError(f"{name} returned no {missing_names}. Return {expected}.")
+    accepted = [*arguments, *keywords]
+    unknown = [str(key) for key in values if key not in accepted]
     if unknown:
+        unknown_names = ", ".join(unknown)
+        accepted_names = ", ".join(accepted)
         raise ValueError(
-            f"{name} returned a dict with {', '.join(unknown)}, which this command does not take. "
-            f"It takes {', '.join((*arguments, *keywords))}"
+            f"{name} returned a dict with {unknown_names}, which this command does not take. "
+            f"Use {accepted_names}."
         )
     return values
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    with torch.device("cpu" if options.allocate else "meta"):
+    device = "cpu" if options.allocate else "meta"
+    with torch.device(device):
         values = _call_factory(
-            options.factory, ("model", "example_inputs", "loss_fn"), 2, ("device_type", "level")
+            options.factory,
+            arguments=("model", "example_inputs", "loss_fn"),
+            required=2,
+            keywords=("device_type", "level"),
         )
-    defaults = {"device_type": options.device_type, "level": options.level}
-    result = preflight(**defaults | values)
+    values.setdefault("device_type", options.device_type)
+    values.setdefault("level", options.level)
+    result = preflight(**values)
     print(result)
     if options.json is not None:
         result.to_json(options.json)
@@ -156,24 +172,33 @@ def _preflight(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     values = _call_factory(
-        options.factory, ("step", "model", "optimizer"), 2, ("hooks", "contract", "process_group")
+        options.factory,
+        arguments=("step", "model", "optimizer"),
+        required=2,
+        keywords=("hooks", "contract", "process_group"),
     )
     model = values["model"]
     models = (model,) if isinstance(model, torch.nn.Module) else model
-    if not isinstance(models, tuple | list) or not all(
-        isinstance(each, torch.nn.Module) for each in models
-    ):
+    if not _are_modules(models):
         raise TypeError(
-            f"{options.factory} returned a {type(model).__name__} as the model, which is a "
-            "torch.nn.Module or several in a tuple"
+            f"{options.factory} returned a {type(model).__name__} as the model. Return a "
+            "torch.nn.Module, or a tuple of modules."
         )
-    contract = values.pop("contract", None) or PrecisionContract.from_level(options.level, *models)
+    contract = values.pop("contract", None)
+    if not contract:
+        contract = PrecisionContract.from_level(options.level, *models)
     result = contract.check(**values)
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_rank():
         print(result)
         if options.json is not None:
             result.to_json(options.json)
     return 1 if result else 0
+
+
+def _are_modules(models: object) -> bool:
+    if not isinstance(models, tuple | list):
+        return False
+    return all(isinstance(model, torch.nn.Module) for model in models)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where a warning should point: the line of the user that led to it."""
+"""The stack level of a warning that names the user's line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ __all__ = ["stacklevel_of_caller"]
 
 
 def stacklevel_of_caller(*also_skipped: str) -> int:
-    """Return the ``stacklevel`` with which the caller's warning names the first line outside us.
+    """Return the ``stacklevel`` at which a warning of the caller names a line outside of distamp.
 
-    A fixed number would name a line of this package wherever a structure is walked recursively.
+    A fixed number would name a line of distamp if a structure is walked recursively.
 
     Args:
-        also_skipped: The beginnings of other modules' names to skip, such as ``"torch."`` in a
-            hook that torch calls.
+        also_skipped: Prefixes of other module names to skip, such as ``"torch."`` in a hook that
+            torch calls.
     """
+    skipped_prefixes = ("distamp.", *also_skipped)
     level, frame = 1, sys._getframe(1)
-    skipped = ("distamp.", *also_skipped)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(skipped):
-        level, frame = level + 1, frame.f_back
+    while frame.f_back is not None:
+        module_name = frame.f_globals.get("__name__", "")
+        if not module_name.startswith(skipped_prefixes):
+            break
+        level += 1
+        frame = frame.f_back
     return level

@@ -1,4 +1,4 @@
-"""What works on this machine, as one page for a bug report: ``python -m distamp doctor``."""
+"""A page about this machine for a bug report: ``python -m distamp doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import distamp
 
 __all__ = ["Diagnosis", "diagnose"]
 
-# What distamp works with where it is installed; none is imported to find out.
+# Optional packages that distamp works with. Their versions are read without importing them.
 _PACKAGES = ("triton", "fairscale", "torchao", "lightning", "accelerate", "transformers", "trl")
 
 
@@ -46,15 +46,19 @@ class Diagnosis:
     def __str__(self) -> str:
         rows = {**self.facts, "ranks": str(self.ranks)}
         rows["problems"] = "\n          ".join(self.problems) or "none"
-        page = "".join(f"\n{name:9} {row}" for name, row in rows.items())
-        return f"distamp doctor{page}"
+        lines = ["distamp doctor"]
+        for name, row in rows.items():
+            lines.append(f"{name:9} {row}")
+        return "\n".join(lines)
 
 
 def diagnose(timeout: float = 30.0) -> Diagnosis:
-    """Look at this machine; under torchrun every rank calls it, before it makes a process group.
+    """Return the versions and devices of this machine, and the differences between ranks.
+
+    Collective under torchrun: every rank must call this, before it creates a process group.
 
     Args:
-        timeout: Seconds that ranks wait for each other; a rank that does not come is a problem.
+        timeout: Seconds that ranks wait for each other; a rank that does not answer is a problem.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None else accelerator.type
@@ -66,18 +70,22 @@ def diagnose(timeout: float = 30.0) -> Diagnosis:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    facts["cpu"] = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    capability = torch.backends.cpu.get_cpu_capability()
+    num_threads = torch.get_num_threads()
+    facts["cpu"] = f"{capability}, {num_threads} threads"
     if device == "cuda":
-        about = torch.cuda.get_device_properties(0)
-        version, count = torch.version.cuda or torch.version.hip, torch.cuda.device_count()
-        gib = about.total_memory / 2**30
-        facts["cuda"] = f"{version}: {count} x {about.name} with {gib:.0f} GiB"
+        properties = torch.cuda.get_device_properties(0)
+        version = torch.version.cuda or torch.version.hip
+        count = torch.cuda.device_count()
+        gib = properties.total_memory / 2**30
+        facts["cuda"] = f"{version}: {count} x {properties.name} with {gib:.0f} GiB"
     elif accelerator is not None:
-        facts[device] = f"{torch.accelerator.device_count()} devices"
-    ranks, problems = 1, list[str]()
+        count = torch.accelerator.device_count()
+        facts[device] = f"{count} devices"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         ranks, problems = _compare(facts, timeout)
-    return Diagnosis(facts, ranks, problems)
+        return Diagnosis(facts, ranks, problems)
+    return Diagnosis(facts, ranks=1, problems=[])
 
 
 def _first_line(error: Exception) -> str:
@@ -85,29 +93,36 @@ def _first_line(error: Exception) -> str:
 
 
 def _compare(facts: Mapping[str, str], timeout: float) -> tuple[int, list[str]]:
-    """Return how many ranks answered, and what differs between them."""
-    size, limit = int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout)
-    answers: list[Mapping[str, str]] = [{} for _ in range(size)]
+    """Return the number of ranks that answered, and a sentence for each problem."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    timeout_delta = timedelta(seconds=timeout)
+    gathered: list[Mapping[str, str]] = [{} for _ in range(world_size)]
     try:
-        dist.init_process_group("gloo", timeout=limit)
-        dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
-        dist.all_gather_object(answers, facts)
+        dist.init_process_group("gloo", timeout=timeout_delta)
+        dist.monitored_barrier(timeout=timeout_delta, wait_all_ranks=True)
+        dist.all_gather_object(gathered, facts)
     except Exception as error:
-        rank, reason = os.environ["RANK"], _first_line(error)
-        return 1, [f"rank {rank} does not reach the {size} ranks: {reason}"]
+        rank = os.environ["RANK"]
+        reason = _first_line(error)
+        return 1, [f"rank {rank} does not reach the {world_size} ranks: {reason}"]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    problems = []
-    for name in sorted({name for answer in answers for name in answer}):
+    names: set[str] = set()
+    for rank_facts in gathered:
+        names.update(rank_facts)
+    problems: list[str] = []
+    for name in sorted(names):
         ranks_by_value: dict[str, list[int]] = {}
-        for number, answer in enumerate(answers):
-            ranks_by_value.setdefault(answer.get(name, "missing"), []).append(number)
+        for rank_index, rank_facts in enumerate(gathered):
+            value = rank_facts.get(name, "missing")
+            ranks_by_value.setdefault(value, []).append(rank_index)
         if len(ranks_by_value) > 1:
             values = ", ".join(f"{value} on {ranks}" for value, ranks in ranks_by_value.items())
             problems.append(f"{name} differs between ranks: {values}")
-    return size, problems
+    return world_size, problems
 
 
-if __name__ == "__main__":  # else it would end with 0, as where all is well
+# Without this, `python -m distamp.doctor` would print nothing and exit with 0, as on success.
+if __name__ == "__main__":
     raise SystemExit("distamp: the command is python -m distamp doctor")

@@ -1,4 +1,4 @@
-"""The exception tree, and phrases that messages of several rooms share.
+"""The exceptions that distamp raises, in one tree.
 
 ::
 
@@ -6,15 +6,14 @@
     +-- ConfigError                  (ValueError, AssertionError) a setting outside its range
     +-- CallOrderError               (RuntimeError, AssertionError) calls in an impossible order
     +-- GradientError                (RuntimeError) gradients that cannot be read
-    |   +-- ReplicaMismatchError     replicas whose gradients differ between ranks
+    |   +-- ReplicaMismatchError     gradients of replicas that differ between ranks
     +-- RankMismatchError            (RuntimeError) ranks that differ in calls or settings
     +-- NonFiniteError               (RuntimeError) training cannot go on with inf or NaN
         +-- NonFiniteGradientsError  too many steps in a row were skipped
             +-- LossScaleCollapseError  too many in a row for a scaler, which backed off each time
 
-Each class also derives from the builtin that torch raises in the same place, so code written
-against torch keeps catching what it caught. Other argument mistakes raise plain ``ValueError`` or
-``TypeError``.
+Each class also derives from the builtin that torch raises in the same place, so code for torch
+still catches the error. Other mistakes in arguments raise plain ``ValueError`` or ``TypeError``.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class DistampError(Exception):
 
 
 class ConfigError(DistampError, ValueError, AssertionError):
-    """A setting is outside its range; torch asserts some of these, hence the bases."""
+    """A setting is outside its range; torch asserts some settings, hence the bases."""
 
 
 class CallOrderError(DistampError, RuntimeError, AssertionError):
@@ -45,7 +44,7 @@ class CallOrderError(DistampError, RuntimeError, AssertionError):
 
 
 class GradientError(DistampError, RuntimeError):
-    """Gradients cannot be read as they are, or changed between two scaler calls."""
+    """Gradients cannot be read, or changed between two scaler calls."""
 
 
 class ReplicaMismatchError(GradientError):
@@ -65,7 +64,4 @@ class NonFiniteGradientsError(NonFiniteError):
 
 
 class LossScaleCollapseError(NonFiniteGradientsError):
-    """The same where a loss is scaled: the scale backed off each time, and did not help."""
-
-
-# -- phrases ---------------------------------------------------------------------------------------
+    """A scaler skipped ``max_consecutive_skips`` steps in a row, although its scale backed off."""

@@ -1,4 +1,4 @@
-"""The shards that belong to parameters which FSDP2 has gathered."""
+"""The shards of parameters that FSDP2 has gathered."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distamp.errors import GradientError
 
 __all__ = ["sharded_params"]
 
-# Private names of torch stand in this file alone. torch 2.11 to 2.15 have them, but torch 2.11 has
-# one parameter group in a state, and later versions have a list. If torch renames one of them,
-# `sharded_params` raises, because a gathered parameter has no gradient to be looked at.
+# Only this file reads these private names of torch. torch 2.11 to 2.15 have them, but a state of
+# torch 2.11 has one parameter group, and later versions have a list. If torch renames one of them,
+# `sharded_params` raises, because a gathered parameter has no gradient.
 _REGISTRY_MODULE = "torch.distributed._composable_state"
 _REGISTRY = "_module_state_mapping"
 _STATE_CLASS = "FSDPState"
@@ -25,24 +25,29 @@ _GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
 
 
 def sharded_params(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return parameters with the shards in the place of those that FSDP2 has gathered.
+    """Return the parameters, with the shard of each parameter that FSDP2 has gathered.
 
-    Between a forward pass and its backward pass ``model.parameters()`` of a model under FSDP2
-    yields gathered parameters: whole ones, or shards over a smaller mesh where
-    ``reshard_after_forward`` is a number. The optimizer holds the shards, and so do the gradients.
-    A parameter that has a gradient is returned unchanged.
+    Between a forward pass and its backward pass, ``model.parameters()`` of a model under FSDP2
+    yields gathered parameters. If ``reshard_after_forward`` is a number, these are shards over a
+    smaller mesh. The optimizer has the sharded parameters, and these have the gradients. A
+    parameter that has a gradient is returned unchanged.
 
     Args:
         params: Parameters of any layout.
 
     Raises:
-        GradientError: This torch does not have the names by which the shards are found.
+        GradientError: This torch does not have the private names that lead to the shards.
     """
     params = list(params)
     if not any(map(_may_be_gathered, params)):
         return params
     shards = {id(gathered): shard for gathered, shard in _gathered_params()}
-    return [shards.get(id(param), param) if _may_be_gathered(param) else param for param in params]
+    sharded: list[Tensor] = []
+    for param in params:
+        if _may_be_gathered(param):
+            param = shards.get(id(param), param)
+        sharded.append(param)
+    return sharded
 
 
 def _may_be_gathered(param: Tensor) -> bool:
@@ -54,8 +59,9 @@ def _gathered_params() -> Iterator[tuple[Tensor, Tensor]]:
     composable_state = sys.modules.get(_REGISTRY_MODULE)
     if composable_state is None:  # FSDP2 was never imported
         return
-    for reference in list(_torch_attribute(composable_state, _REGISTRY).values()):
-        for group in _param_groups(reference()):
+    state_refs = list(_torch_attribute(composable_state, _REGISTRY).values())
+    for state_ref in state_refs:
+        for group in _param_groups(state_ref()):
             for fsdp_param in _torch_attribute(group, "fsdp_params"):
                 shard = _torch_attribute(fsdp_param, "sharded_param")
                 for name in _GATHERED:
@@ -65,7 +71,7 @@ def _gathered_params() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of one state; none of another composable API than FSDP2."""
+    """Return the parameter groups of a state; none if another composable API owns the state."""
     if all(base.__name__ != _STATE_CLASS for base in type(state).__mro__):
         return []
     if not hasattr(state, _PARAM_GROUPS):
@@ -86,7 +92,7 @@ def _torch_attribute(holder: Any, name: str) -> Any:
         return getattr(holder, name)
     except AttributeError:
         raise GradientError(
-            f"torch {torch.__version__} has no {name} in {holder!r:.80}, by which distamp finds "
+            f"torch {torch.__version__} has no {name} in {holder!r:.80}. distamp needs it to find "
             "the shards of parameters that FSDP2 has gathered. Pass the optimizer instead of "
             "model.parameters(), or run no forward pass between the backward pass and this call."
         ) from None

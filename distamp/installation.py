@@ -1,4 +1,4 @@
-"""patch_torch: distamp's scaler under the names of torch's, for packages that create their own."""
+"""patch_torch: distamp's scaler under torch's names, for packages that create their own scaler."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from distamp.scaler import DistGradScaler
 __all__ = ["Installation", "ShardedGradScaler", "patch_torch", "unpatch_torch"]
 
 
+# The largest number of names in a warning.
+_MAX_NAMES = 8
+
+
 class ShardedGradScaler(DistGradScaler):
     """:class:`distamp.DistGradScaler` with the arguments of torch's ``ShardedGradScaler``.
 
-    In that class, positional arguments have ``backoff_factor`` before ``growth_factor``, and
-    float16 gradients are unscaled in place. ``settings`` are more of `DistGradScaler`'s.
+    ``backoff_factor`` comes before ``growth_factor`` in the positional arguments, and float16
+    gradients are unscaled in place. ``settings`` are other arguments of `DistGradScaler`.
     """
 
     def __init__(
@@ -45,8 +49,8 @@ class ShardedGradScaler(DistGradScaler):
         )
 
 
-# Where other packages take a scaler's class from, and ours in its place.
-_OURS: dict[str, type[DistGradScaler]] = {
+# The names from which other packages import a scaler's class, and the class that replaces it.
+_REPLACEMENTS: dict[str, type[DistGradScaler]] = {
     "torch.GradScaler": DistGradScaler,
     "torch.amp.GradScaler": DistGradScaler,
     "torch.amp.grad_scaler.GradScaler": DistGradScaler,
@@ -57,19 +61,19 @@ _OURS: dict[str, type[DistGradScaler]] = {
     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler": ShardedGradScaler,
 }
 
-# What was put onto torch: for each place what torch had there, and what is there now. The one piece
-# of process-wide state in distamp, since torch's own names are process-wide.
-_put: dict[str, tuple[type[Any], type[Any]]] = {}
+# The names that are replaced now, with torch's class and its replacement. No other state in distamp
+# is process-wide; this one is, because torch's names are.
+_replaced: dict[str, tuple[type[Any], type[Any]]] = {}
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The result of `patch_torch`; a context manager whose end undoes it.
+    """The result of `patch_torch`; a context manager that restores torch's names at its end.
 
     Attributes:
-        late: The names of modules outside torch that took torch's class before, or derived one from
-            it, and keep it. What keeps it otherwise (a default argument) is not found.
-        first: False if distamp was already installed; then the end of this one changes nothing.
+        late: The names in modules outside torch that already referred to torch's class, or to a
+            subclass of it, and still do. Other references (a default argument) are not found.
+        first: False if torch was patched already; then the end of this context changes nothing.
     """
 
     late: tuple[str, ...]
@@ -87,29 +91,30 @@ class Installation:
 def patch_torch(*, guard: bool = False, **settings: Any) -> Installation:
     """Replace ``torch.amp.GradScaler`` by `DistGradScaler`, for packages that create a scaler.
 
-    Trainers create their own scaler, from one of torch's names. Call this in every process, before
-    you import the trainer, and its scaler is distamp's. The names are ``torch.GradScaler``,
-    ``torch.amp.GradScaler``, ``torch.amp.grad_scaler.GradScaler``, those of ``torch.cuda.amp`` and
-    ``torch.cpu.amp`` with their signatures, and ``ShardedGradScaler`` with its signature.
-    Nothing else of torch is changed; importing distamp changes nothing. A second call changes
-    nothing.
+    Trainers create their own scaler from one of torch's names. If every process calls this before
+    it imports the trainer, the trainer creates distamp's scaler. The names are
+    ``torch.GradScaler``, ``torch.amp.GradScaler``, ``torch.amp.grad_scaler.GradScaler``, the names
+    in ``torch.cuda.amp`` and ``torch.cpu.amp`` with their signatures, and ``ShardedGradScaler``
+    with its signature. Nothing else of torch is changed. Importing distamp changes nothing, and
+    neither does a second call.
 
     Args:
-        guard: Whether a scaler that the trainer makes with ``enabled=False``, as many do in bf16,
-            is a `StepGuard`: then ranks step or skip together there, too.
-        settings: Keyword settings of `DistGradScaler` for the scalers that are made so, such as
-            ``process_group``, ``min_scale`` and ``max_consecutive_skips``; those that the trainer
-            passes itself come first. Guards take those that they have.
+        guard: Whether ``enabled=False``, which many trainers pass in bf16, creates a `StepGuard`,
+            so that ranks also step or skip together in bf16.
+        settings: Keyword arguments of `DistGradScaler` for scalers that are created by torch's
+            names, such as ``process_group``, ``min_scale`` and ``max_consecutive_skips``. Arguments
+            that the trainer passes have priority. Guards use the settings that `StepGuard` has.
 
     Returns:
-        A context manager, which also lists what was imported too early.
+        A context manager, which also lists the names that were imported too early.
 
     Raises:
         TypeError, ValueError: `DistGradScaler` has no such setting, or refuses its value.
-        CallOrderError: It is installed already, and settings are given.
+        CallOrderError: torch is patched already, and settings are given.
 
     Warns:
-        RuntimeWarning: Other code took torch's class before; it still uses torch's. Names it.
+        RuntimeWarning: Other modules imported torch's class before, and still use it. The warning
+            names them.
 
     Example::
 
@@ -117,26 +122,34 @@ def patch_torch(*, guard: bool = False, **settings: Any) -> Installation:
         distamp.patch_torch(max_consecutive_skips=100)
         from transformers import Trainer
     """
-    if _put and (settings or guard):
+    if _replaced and (settings or guard):
         raise CallOrderError(
-            "distamp is installed already; call unpatch_torch() before other settings"
+            "patch_torch() was called before, so these settings would have no effect. Call "
+            "unpatch_torch() first, or pass the settings to the first call."
         )
-    if _put:
-        return Installation(_late(), first=False)
-    DistGradScaler("cpu", **settings)  # refuses settings here, and not where a trainer uses them
-    made = {}
-    for place, ours in _OURS.items():
-        module, name = _found(place)
-        if ours not in made:  # found, and so pickled, by the first of its names
-            made[ours] = _made(ours, place, settings, guard) if settings or guard else ours
-        _put[place] = getattr(module, name), made[ours]
-        setattr(module, name, made[ours])
-    late = _late()
+    if _replaced:
+        return Installation(_imported_too_early(), first=False)
+    # A wrong setting raises here, instead of where a trainer creates its scaler.
+    DistGradScaler("cpu", **settings)
+    replacements: dict[type[Any], type[Any]] = {}
+    for path, scaler_class in _REPLACEMENTS.items():
+        module, name = _import_target(path)
+        if scaler_class not in replacements:
+            replacement: type[Any] = scaler_class
+            if settings or guard:
+                replacement = _subclass_with_defaults(scaler_class, path, settings, guard)
+            replacements[scaler_class] = replacement
+        replacement = replacements[scaler_class]
+        _replaced[path] = getattr(module, name), replacement
+        setattr(module, name, replacement)
+    late = _imported_too_early()
     if late:
-        shown = ", ".join(late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
+        names = ", ".join(late[:_MAX_NAMES])
+        if len(late) > _MAX_NAMES:
+            names += f" and {len(late) - _MAX_NAMES} more"
         warnings.warn(
-            "distamp.patch_torch() was called after these had taken torch's GradScaler, and they "
-            f"still use it: {shown}. Call patch_torch() before you import them",
+            "distamp.patch_torch() was called after other modules had imported torch's GradScaler. "
+            f"They still use torch's: {names}. Call patch_torch() before you import them.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -144,50 +157,69 @@ def patch_torch(*, guard: bool = False, **settings: Any) -> Installation:
 
 
 def unpatch_torch() -> None:
-    """Give torch's names back to torch's classes; scalers that were made keep being distamp's.
+    """Restore torch's names; scalers that exist remain distamp's.
 
-    Does nothing if distamp is not installed, and to a name where something else was put since.
+    Does nothing if torch is not patched, and skips a name that other code has replaced since.
     """
-    for place, (theirs, ours) in _put.items():
-        module, name = _found(place)
-        if getattr(module, name) is ours:
-            setattr(module, name, theirs)
-    _put.clear()
+    for path, (torch_class, replacement) in _replaced.items():
+        module, name = _import_target(path)
+        if getattr(module, name) is replacement:
+            setattr(module, name, torch_class)
+    _replaced.clear()
 
 
-def _found(place: str) -> tuple[ModuleType, str]:
-    module, _, name = place.rpartition(".")
-    return importlib.import_module(module), name
+def _import_target(path: str) -> tuple[ModuleType, str]:
+    """Return the module of a dotted path, imported, and the name in it."""
+    module_name, _, name = path.rpartition(".")
+    return importlib.import_module(module_name), name
 
 
-def _made(ours: type[Any], place: str, settings: dict[str, Any], guard: bool) -> type[Any]:
-    """Return a class that is found, and so pickled, under torch's name."""
-    signature = inspect.signature(ours.__init__)
-    guards = {name: settings[name] for name in GUARD_KWARGS if name in settings}
+def _subclass_with_defaults(
+    scaler_class: type[Any], path: str, settings: dict[str, Any], guard: bool
+) -> type[Any]:
+    """Return a subclass with other defaults, which pickle finds under torch's name.
+
+    Args:
+        scaler_class: The class to derive from.
+        path: The first of torch's names that the subclass replaces.
+        settings: The defaults.
+        guard: Whether ``enabled=False`` creates a `StepGuard`.
+    """
+    signature = inspect.signature(scaler_class.__init__)
+    guard_settings = {name: settings[name] for name in GUARD_KWARGS if name in settings}
 
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(cls, *args, **kwargs).arguments
-        if guard and not given.get("enabled", True):
-            return StepGuard(**guards)
+        arguments = signature.bind(cls, *args, **kwargs).arguments
+        if guard and not arguments.get("enabled", True):
+            return StepGuard(**guard_settings)
         return object.__new__(cls)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        ours.__init__(self, *args, **{**settings, **kwargs})
+        scaler_class.__init__(self, *args, **{**settings, **kwargs})
 
-    module, _, name = place.rpartition(".")
-    body = {"__new__": new, "__init__": init, "__module__": module, "__doc__": ours.__doc__}
-    return type(name, (ours,), body)
+    module_name, _, name = path.rpartition(".")
+    attributes = {
+        "__new__": new,
+        "__init__": init,
+        "__module__": module_name,
+        "__doc__": scaler_class.__doc__,
+    }
+    return type(name, (scaler_class,), attributes)
 
 
-def _late() -> tuple[str, ...]:
-    """Return what modules outside torch still have one of torch's scaler classes, by name."""
-    torchs = {theirs for theirs, _ in _put.values()}
-    found = []
-    for where, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and where.partition(".")[0] not in ("torch", "distamp"):
-            for name, value in list(vars(module).items()):
-                # isinstance() believes what proxies say that they are.
-                bases = value.__mro__ if issubclass(type(value), type) else ()
-                if not torchs.isdisjoint(bases) and DistGradScaler not in bases:
-                    found.append(f"{where}.{name}")
-    return tuple(sorted(found))
+def _imported_too_early() -> tuple[str, ...]:
+    """Return the names in modules outside torch that refer to torch's scaler or a subclass."""
+    torch_classes = {torch_class for torch_class, _ in _replaced.values()}
+    late: list[str] = []
+    for module_name, module in list(sys.modules.items()):
+        package = module_name.partition(".")[0]
+        if package in ("torch", "distamp") or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            # isinstance() would return True for a proxy that claims to be a class.
+            if not issubclass(type(value), type):
+                continue
+            bases = value.__mro__
+            if not torch_classes.isdisjoint(bases) and DistGradScaler not in bases:
+                late.append(f"{module_name}.{name}")
+    return tuple(sorted(late))

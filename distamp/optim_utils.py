@@ -67,9 +67,9 @@ def describe_optimizer(optimizer: Any) -> str:
 
 # -- wrappers --------------------------------------------------------------------------------------
 
-#: Attributes under which wrappers keep an optimizer: those of ZeroRedundancyOptimizer and OSS, and
-#: those of Lightning, Fabric and Accelerate.
-_WRAPPED_ATTRS = ("optim", "optimizer", "_optim", "_optimizer")
+#: Attributes under which wrappers keep an optimizer: those of ZeroRedundancyOptimizer and OSS, of
+#: Lightning, Fabric and Accelerate, and of SAM.
+_WRAPPED_ATTRS = ("optim", "optimizer", "_optim", "_optimizer", "base_optimizer")
 _WRAPPED_ATTR_SET = frozenset(_WRAPPED_ATTRS)
 _NO_ATTRS: Mapping[str, Any] = {}
 #: Two wrappers may hold each other, so the search ends.
@@ -85,7 +85,8 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer behind a framework's wrapper, which shares its parameters.
 
     Lightning, Fabric and Accelerate return objects with ``.optimizer`` or ``._optimizer`` and the
-    ``param_groups`` of the optimizer inside. A wrapper with other groups is returned itself.
+    ``param_groups`` of the optimizer inside; SAM has ``.base_optimizer``. A wrapper with other
+    groups, or with masters, is returned itself.
     """
     if not _may_wrap(optimizer):
         return optimizer
@@ -99,7 +100,10 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 def _unwrap_once(optimizer: Any) -> Any:
     attrs: Mapping[str, Any] = getattr(optimizer, "__dict__", _NO_ATTRS)
-    for name in ("optimizer", "_optimizer"):
+    if _VIEW_ATTR in attrs:
+        # The optimizer inside has no view of these masters.
+        return None
+    for name in _WRAPPED_ATTRS:
         wrapped = attrs.get(name)
         if wrapped is optimizer or not hasattr(wrapped, "step"):
             continue

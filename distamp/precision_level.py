@@ -1,4 +1,4 @@
-"""Levels of precision as values: which dtype each part of training has, and what goes with it."""
+"""Precision levels as values: the dtype of each part of training, and the settings with it."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from distamp.module_names import module_names
 
 __all__ = ["APEX_NAMES", "LEVELS", "LevelLike", "PrecisionLevel"]
 
-#: What stands for a level in a call: its name, the dtype of that name, or the level itself.
+#: A level as an argument: its name, the dtype of that name, or the level itself.
 LevelLike: TypeAlias = "str | torch.dtype | PrecisionLevel"
 
 _HALF = (torch.float16, torch.bfloat16)
-_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# The name that reports give to everything that runs in no module.
-_OUTSIDE = "(outside)"
-_PINS = ("fp32", "fp16", "bf16", "fp32:keep_output", "fp16:keep_output", "bf16:keep_output")
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+# The name under which reports list the operations that run in no module.
+_NO_MODULE = "(outside)"
+_PIN_NAMES = ("fp32", "fp16", "bf16", "fp32:keep_output", "fp16:keep_output", "bf16:keep_output")
 
 
 @dataclass(frozen=True)
 class PrecisionLevel:
-    """The dtypes of one way to train, and what follows from them.
+    """The dtypes of one way to train, and the settings that follow from them.
 
-    Differs from Apex's properties in that it is a value: nothing is set on it, and a combination
-    that contradicts itself cannot be made. `PrecisionLevel.from_name` makes the rows of `LEVELS`.
+    Differs from Apex's properties in that it is an immutable value, and that a combination of
+    settings that contradict each other raises. `PrecisionLevel.from_name` returns the rows of
+    `LEVELS`.
 
     Args:
-        name: Its name, such as ``"bf16"``.
+        name: The name of the level, such as ``"bf16"``.
         param: The dtype of the model's parameters and floating buffers.
-        compute: The dtype of matrix products and convolutions. Where it differs from ``param``,
-            autocast casts op by op; else every op runs in the dtype of the parameters.
+        compute: The dtype of matrix products and convolutions. If it differs from ``param``,
+            autocast casts op by op. Otherwise every op runs in the dtype of the parameters.
         reduce: The dtype of gradients when ranks add them up.
-        output: The dtype that what the model returns is cast to; None leaves it as it is.
+        output: The dtype to which the model's outputs are cast; None leaves them unchanged.
         keep_batchnorm_fp32: Whether batch norms stay in float32 in a model of another dtype; None
-            where there is no such model.
-        master_weights: Whether the optimizer works on float32 copies of the parameters; None where
-            parameters are float32 themselves. ``"split"``: on copies that are stored as bfloat16
-            parameters and 16-bit remainders.
-        loss_scale: ``"dynamic"``, or a constant, where 1.0 is none.
-        pins: Modules in a precision of their own: pairs of a shell pattern over module names and
-            what `distamp.set_module_precision` takes by name; of several that match, the last
-            counts.
-        float8: How linear layers that can are scaled when they compute in float8; None where none
-            does.
-        float8_all_gather: Whether FSDP2 gathers their weights in float8.
+            if there is no such model.
+        master_weights: Whether the optimizer steps float32 copies of the parameters. ``"split"``
+            stores the copies as bfloat16 parameters and 16-bit remainders. None if the parameters
+            themselves are float32.
+        loss_scale: ``"dynamic"``, or a constant; 1.0 does not scale.
+        pins: Modules in a precision of their own, as pairs of a shell pattern over module names
+            and a precision that `distamp.set_module_precision` accepts by name. If several patterns
+            match a module, the last counts.
+        float8: The scaling of linear layers that compute in float8; None if no layer does.
+        float8_all_gather: Whether FSDP2 gathers the weights of such layers in float8.
 
     Raises:
-        ConfigError: Something contradicts something else.
+        ConfigError: A setting is unknown, or contradicts another setting.
 
     Source: Apex's documentation of its opt levels; Micikevicius et al., "Mixed Precision Training",
     2018.
@@ -75,80 +75,119 @@ class PrecisionLevel:
 
     @property
     def autocasts(self) -> bool:
-        """Whether ops are cast one by one, by an autocast region."""
+        """True if an autocast region casts ops one by one."""
         return self.compute is not self.param
 
     @property
     def casts_model(self) -> bool:
-        """Whether the model's own parameters are in a lower precision."""
+        """True if the model's own parameters are in half precision."""
         return self.param in _HALF
 
     @property
     def changes_model(self) -> bool:
-        """Whether the model itself is changed before anything is wrapped around it."""
+        """True if the model itself is changed, before any wrapper."""
         return self.casts_model or self.float8 is not None
 
     @property
     def scales(self) -> bool:
-        """Whether a scaler runs, which skips steps that overflow.
+        """True if a scaler runs, which skips steps that overflow.
 
-        At a constant scale of 1.0 there is nothing to unscale; yet float16 gradients overflow at
-        any scale, so with them it runs.
+        A scaler also runs at a constant scale of 1.0 if gradients are float16, because they may
+        overflow at any scale.
         """
         return self.loss_scale != 1.0 or self.compute is torch.float16
 
     def __post_init__(self) -> None:
+        self._check_dtypes()
+        if self.master_weights == "split":
+            self._check_split_masters()
+        self._check_option("keep_batchnorm_fp32", self.keep_batchnorm_fp32, contradiction=False)
+        # Split masters need half-precision parameters, so they contradict no level here.
+        if self.master_weights != "split":
+            self._check_option("master_weights", self.master_weights, contradiction=True)
+        self._check_float8()
+        self._check_loss_scale()
+        self._check_pins()
+
+    def _check_dtypes(self) -> None:
         for name in ("param", "compute", "reduce", "output"):
             dtype = getattr(self, name)
-            if dtype not in (torch.float32, *_HALF) and (name, dtype) != ("output", None):
+            if name == "output" and dtype is None:
+                continue
+            if dtype not in (torch.float32, *_HALF):
                 raise ConfigError(
-                    f"{name} must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}"
+                    f"{name} must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}."
                 )
         if self.autocasts and self.param is not torch.float32:
             raise ConfigError(
-                f"compute={self.compute} with param={self.param}: autocast casts from float32 "
-                "weights, so let param be torch.float32, or compute the same as param"
+                f"compute={self.compute} contradicts param={self.param}, because autocast casts "
+                "from float32 weights. Set param=torch.float32, or set compute and param to the "
+                "same dtype."
             )
-        is_split = self.master_weights == "split"
-        if is_split and self.param is not torch.bfloat16:
+
+    def _check_split_masters(self) -> None:
+        if self.param is not torch.bfloat16:
             raise ConfigError(
                 "master_weights='split' stores float32 values as bfloat16 parameters and 16 bits, "
-                f"and the parameters of {self.name} are {self.param}; take bf16-O2, or True"
+                f"but the parameters of {self.name} are {self.param}. Use bf16-O2, or "
+                "master_weights=True at a level with half-precision parameters."
             )
-        for name, contradiction in (("keep_batchnorm_fp32", False), ("master_weights", True)):
-            value = True if name == "master_weights" and is_split else getattr(self, name)
-            if not isinstance(value, bool) and (self.casts_model or value is not None):
-                raise ConfigError(f"{name} must be True or False at {self.name}, not {value!r}")
-            contradicts = value is not None if self.autocasts else value is contradiction
-            if contradicts and not self.casts_model:
-                raise ConfigError(
-                    f"{name}={value} contradicts {self.name}, whose parameters are float32 "
-                    "already; leave it out, or take fp16-O2 or fp16-O3, whose model is cast"
-                )
-        beside = (self.param, self.compute) == (torch.float32, torch.bfloat16)
-        if self.float8 is not None and not (self.float8 in ("tensorwise", "rowwise") and beside):
+
+    def _check_option(self, name: str, value: object, contradiction: bool) -> None:
+        """Check an option that only levels with half-precision parameters have.
+
+        Args:
+            name: The name of the option.
+            value: The value of the option.
+            contradiction: The value that float32 training without autocast cannot have.
+        """
+        if not isinstance(value, bool) and (self.casts_model or value is not None):
+            raise ConfigError(f"{name} must be True or False at {self.name}, not {value!r}.")
+        if self.casts_model:
+            return
+        contradicts = value is contradiction
+        if self.autocasts:
+            contradicts = value is not None
+        if contradicts:
             raise ConfigError(
-                "float8 must be 'tensorwise' or 'rowwise', in a region of bfloat16 over float32 "
-                f"parameters, not {self.float8!r} at {self.name}; take fp8 or fp8-rowwise"
+                f"{name}={value} contradicts {self.name}, because its parameters are float32 "
+                "already. Leave it out, or use fp16-O2 or fp16-O3, which cast the model."
             )
+
+    def _check_float8(self) -> None:
+        if self.float8 is not None:
+            is_known = self.float8 in ("tensorwise", "rowwise")
+            is_bf16_region = self.autocasts and self.compute is torch.bfloat16
+            if not is_known or not is_bf16_region:
+                raise ConfigError(
+                    f"float8={self.float8!r} is not possible at {self.name}. float8 must be "
+                    "'tensorwise' or 'rowwise', in a region of bfloat16 over float32 parameters. "
+                    "Use fp8 or fp8-rowwise."
+                )
         if self.float8_all_gather and self.float8 != "tensorwise":
             raise ConfigError(
-                "float8_all_gather gathers shards under one scale for each weight: it needs "
-                f"float8='tensorwise', not {self.float8!r}; take fp8"
+                "float8_all_gather=True gathers shards with one scale for each weight, so it needs "
+                f"float8='tensorwise', not {self.float8!r}. Use fp8."
             )
-        scale = self.loss_scale
-        number = isinstance(scale, float) and math.isfinite(scale) and scale > 0
-        if scale != "dynamic" and not number:
-            raise ConfigError(f"loss_scale must be 'dynamic' or a number > 0, not {scale!r}")
+
+    def _check_loss_scale(self) -> None:
+        loss_scale = self.loss_scale
+        if loss_scale == "dynamic":
+            return
+        is_finite = isinstance(loss_scale, float) and math.isfinite(loss_scale)
+        if not is_finite or loss_scale <= 0:
+            raise ConfigError(f"loss_scale must be 'dynamic' or a number > 0, not {loss_scale!r}.")
+
+    def _check_pins(self) -> None:
         for pattern, pin in self.pins:
             if not isinstance(pattern, str):
                 raise ConfigError(
                     f"module_precision= has the key {pattern!r}. Its keys must be shell patterns "
                     "over module names, as in {'*.norm': 'fp32'}."
                 )
-            if pin not in _PINS:
-                choices = choices_text(_PINS)
-                hint = similar_names(pin, _PINS)
+            if pin not in _PIN_NAMES:
+                choices = choices_text(_PIN_NAMES)
+                hint = similar_names(pin, _PIN_NAMES)
                 raise ConfigError(
                     f"module_precision= has no precision {pin!r} for the pattern {pattern!r}. "
                     f"Choose from {choices}. {hint}"
@@ -164,98 +203,138 @@ class PrecisionLevel:
         loss_scale: float | str | None = None,
         module_precision: Mapping[str, str] | None = None,
     ) -> PrecisionLevel:
-        """Return a row of `LEVELS`, with some of it overridden as in Apex.
+        """Return a row of `LEVELS`, with overrides as in Apex.
 
         Args:
             level: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``,
                 ``"fp16-O2"``, ``"fp16-O3"``, ``"bf16-O2"`` or ``"bf16-O3"``; Apex's ``"O0"`` to
                 ``"O3"``, which are fp32, fp16, fp16-O2 and fp16-O3; ``torch.float32``,
-                ``torch.float16`` or ``torch.bfloat16``, for the level of that name; or your own
-                value. Upper and lower case are the same.
-            keep_batchnorm_fp32: Overrides the row's; also ``"True"`` and ``"False"``, as a
-                command line gives them. None keeps the row's value, here and below.
-            master_weights: Overrides the row's.
-            loss_scale: Overrides the row's; a number, also as text, or ``"dynamic"``.
-            module_precision: Its ``pins``, as a mapping: ``{"*.norm": "fp32", "lm_head":
+                ``torch.float16`` or ``torch.bfloat16``, for the level of that name; or a level.
+                Names may be in upper or lower case.
+            keep_batchnorm_fp32: True, False, or the text ``"True"`` or ``"False"`` of a command
+                line. None leaves the row's value unchanged, also in the arguments below.
+            master_weights: True, False or ``"split"``.
+            loss_scale: A number, also as text, or ``"dynamic"``.
+            module_precision: The ``pins`` as a mapping: ``{"*.norm": "fp32", "lm_head":
                 "fp32:keep_output"}``.
 
         Raises:
-            ConfigError: There is no such level, or the override contradicts it.
+            ConfigError: There is no such level, or an override contradicts it.
         """
-        row = level if isinstance(level, PrecisionLevel) else _level_named(level)
-        words = {"True": True, "False": False}
-        overrides = {
-            "keep_batchnorm_fp32": words.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32),
-            "master_weights": master_weights,
-            "loss_scale": _number(loss_scale),
-            "pins": None if module_precision is None else _pairs(module_precision),
-        }
-        return row.replace(
-            **{name: value for name, value in overrides.items() if value is not None}
-        )
+        row = level if isinstance(level, PrecisionLevel) else _find_level(level)
+        overrides: dict[str, object] = {}
+        if keep_batchnorm_fp32 is not None:
+            overrides["keep_batchnorm_fp32"] = _parse_bool(keep_batchnorm_fp32)
+        if master_weights is not None:
+            overrides["master_weights"] = master_weights
+        if loss_scale is not None:
+            overrides["loss_scale"] = _parse_loss_scale(loss_scale)
+        if module_precision is not None:
+            overrides["pins"] = _as_pairs(module_precision)
+        return row.replace(**overrides)
 
     def contract(self, *models: Any) -> dict[str, Any]:
-        """Return what this level promises of each part of a step: `PrecisionContract`'s arguments.
+        """Return the arguments of the `PrecisionContract` that this level declares.
 
         ``PrecisionContract(**level.contract(model))`` is the contract; ``amp.check(step)`` checks
         it.
 
         Args:
-            models: Whose parameters at a level that casts may be FSDP's float32 shards, which are
-                the masters, and whose batch norms stay float32.
+            models: The models of the step. At a level that casts, FSDP's parameters may be float32
+                shards, which are the masters, and batch norms may stay float32.
         """
-        param, compute = _SHORT[self.param], _SHORT[self.compute]
-        either = tuple(dict.fromkeys(("fp32", compute)))
-        # torchao sends the scales of rows in float64.
-        sent = (*either, "fp64") if self.float8 == "rowwise" else either
-        # Names become shell patterns, and "*" matches the model itself.
-        modules = {
-            glob.escape(name) or "*": module
-            for model in models
-            for module, name in module_names(model).items()
-        }
-        norms = [name for name, each in modules.items() if "BatchNorm" in type(each).__name__]
-        kept = norms if self.casts_model and self.keep_batchnorm_fp32 else []
-        pins = {name: pin.split(":")[0] for name, pin in self.pins}
+        param = _DTYPE_NAMES[self.param]
+        compute = _DTYPE_NAMES[self.compute]
+        fp32_or_compute: tuple[str, ...] = ("fp32",)
+        if compute != "fp32":
+            fp32_or_compute = ("fp32", compute)
+        modules = _modules_by_pattern(models)
+        fp32_batch_norms: list[str] = []
+        if self.casts_model and self.keep_batchnorm_fp32:
+            fp32_batch_norms = _batch_norms(modules)
+        pins: dict[str, str] = {}
+        for pattern, pin in self.pins:
+            pins[pattern] = pin.removesuffix(":keep_output")
         if models:
-            # Those that are there, also by the model's owner.
-            dtypes = {name: getattr(each, "distamp_pin", None) for name, each in modules.items()}
-            dtypes = {name: getattr(pin, "dtype", None) for name, pin in dtypes.items()}
-            pins = {name: _SHORT[dtype] for name, dtype in dtypes.items() if dtype in _SHORT}
-        half = not models or any(p.dtype is self.param for m in models for p in m.parameters())
-        steps: object = "fp32" if self.master_weights or not self.casts_model else param
-        if steps == param and (kept or pins):
-            steps = either
-        # A pipeline schedule sends what a stage returns, which a level that casts may widen.
-        returned = {}
-        if self.casts_model and self.output is not None and self.output is not self.compute:
-            returned["activations"] = (compute, _SHORT[self.output])
+            pins = _pinned_dtypes(modules)
+        has_other_dtypes = bool(fp32_batch_norms or pins)
+
+        parameters = "fp32"
+        if self._has_cast_params(models):
+            parameters = param
+
+        computed: object = compute
+        if self.float8 is not None:
+            computed = (compute, "fp8")
+
+        stepped: object = "fp32"
+        if self.casts_model and not self.master_weights:
+            stepped = param
+        if stepped == param and has_other_dtypes:
+            stepped = fp32_or_compute
+
+        # FSDP gathers the next unit while this unit runs, so the dtypes of float32 and pinned
+        # modules appear in any module.
+        gathered: object = compute
+        if self.autocasts or has_other_dtypes:
+            gathered = fp32_or_compute
+        if self.float8_all_gather:
+            gathered = (*fp32_or_compute, "fp8")
+
+        sent: object = compute
+        if self.autocasts:
+            sent = fp32_or_compute
+        if self.float8 == "rowwise":
+            # torchao sends the scales of rows in float64.
+            sent = (*fp32_or_compute, "fp64")
+
+        reduced: object = (_DTYPE_NAMES[self.reduce],)
+        if self.casts_model:
+            # A MixedPrecisionPolicy may reduce in float32, as FSDP's documentation advises.
+            reduced = fp32_or_compute
+
+        module_contracts: dict[str, dict[str, object]] = {}
+        for pattern in fp32_batch_norms:
+            module_contracts[pattern] = {"parameters": "fp32"}
+        for pattern, dtype_name in pins.items():
+            module_contracts[pattern] = self._pinned_contract(dtype_name)
+        if self.casts_model and self.output not in (None, self.compute):
+            # A pipeline schedule sends the output of a stage, which such a level widens.
+            output = _DTYPE_NAMES[self.output]
+            module_contracts[_NO_MODULE] = {"activations": (compute, output)}
+
         return {
-            "parameters": param if half else "fp32",
-            "compute": compute if self.float8 is None else (compute, "fp8"),
-            "norms": either,
-            "param_all_gather": (*either, "fp8")[: 3 if self.float8_all_gather else 2]
-            # FSDP gathers the next unit while this one runs, so what is kept shows anywhere.
-            if self.autocasts or kept or pins
-            else compute,
-            # A policy may reduce in more, as FSDP's pages advise.
-            "grad_reduce": either if self.casts_model else (_SHORT[self.reduce],),
-            "activations": sent if self.autocasts else compute,
-            "master_weights": steps,
-            "optimizer_state": steps,
-            "modules": {
-                **{name: {"parameters": "fp32"} for name in kept},
-                **{name: self._of_pinned(pin) for name, pin in pins.items()},
-                **({_OUTSIDE: returned} if returned else {}),
-            },
+            "parameters": parameters,
+            "compute": computed,
+            "norms": fp32_or_compute,
+            "param_all_gather": gathered,
+            "grad_reduce": reduced,
+            "activations": sent,
+            "master_weights": stepped,
+            "optimizer_state": stepped,
+            "modules": module_contracts,
         }
 
-    def _of_pinned(self, pin: str) -> dict[str, object]:
-        parameters = {"parameters": (pin, "fp32")} if self.casts_model else {}
-        return parameters | {"compute": pin, "norms": (pin, "fp32")}
+    def _has_cast_params(self, models: tuple[Any, ...]) -> bool:
+        """Return whether a model has a parameter of the level's dtype; True without a model."""
+        if not models:
+            return True
+        for model in models:
+            if any(param.dtype is self.param for param in model.parameters()):
+                return True
+        return False
+
+    def _pinned_contract(self, dtype_name: str) -> dict[str, object]:
+        """Return the contract of a pinned module."""
+        contract: dict[str, object] = {}
+        if self.casts_model:
+            contract["parameters"] = (dtype_name, "fp32")
+        contract["compute"] = dtype_name
+        contract["norms"] = (dtype_name, "fp32")
+        return contract
 
     def replace(self, **changes: object) -> Self:
-        """Return a copy with some fields changed, checked as a whole."""
+        """Return a copy with other values of some fields, which is checked again."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -271,7 +350,38 @@ def _unknown_level_text(level: object) -> str:
     return f"There is no level {level!r:.80}. Choose from {choices}. {hint}"
 
 
-def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
+def _modules_by_pattern(models: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the modules of all models by a shell pattern that matches only their name."""
+    modules: dict[str, Any] = {}
+    for model in models:
+        for module, name in module_names(model).items():
+            # The name of a model itself is empty, and "*" matches it.
+            pattern = glob.escape(name) or "*"
+            modules[pattern] = module
+    return modules
+
+
+def _batch_norms(modules: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of batch norms."""
+    patterns: list[str] = []
+    for pattern, module in modules.items():
+        if "BatchNorm" in type(module).__name__:
+            patterns.append(pattern)
+    return patterns
+
+
+def _pinned_dtypes(modules: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the dtypes of pinned modules, also of pins that the user set."""
+    dtype_names: dict[str, str] = {}
+    for pattern, module in modules.items():
+        pin = getattr(module, "distamp_pin", None)
+        dtype = getattr(pin, "dtype", None)
+        if dtype in _DTYPE_NAMES:
+            dtype_names[pattern] = _DTYPE_NAMES[dtype]
+    return dtype_names
+
+
+def _as_pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(module_precision, Mapping):
         raise ConfigError(
             "module_precision= must map patterns over module names to precisions, as in "
@@ -280,23 +390,35 @@ def _pairs(module_precision: object) -> tuple[tuple[str, str], ...]:
     return tuple(module_precision.items())
 
 
-def _level_named(name: object) -> PrecisionLevel:
+def _find_level(name: object) -> PrecisionLevel:
     """Return the row of `LEVELS` for its name, Apex's name of it or a dtype.
 
     Raises:
-        ConfigError: There is no such level. The error names a similar one.
+        ConfigError: There is no such level. The error names a similar level.
     """
-    key = _SHORT.get(name) if isinstance(name, torch.dtype) else name
-    row = _BY_LOWER_NAME.get(key.lower()) if isinstance(key, str) else None
+    level_name = name
+    if isinstance(name, torch.dtype):
+        level_name = _DTYPE_NAMES.get(name)
+    row = None
+    if isinstance(level_name, str):
+        row = _BY_LOWER_NAME.get(level_name.lower())
     if row is None:
         raise ConfigError(_unknown_level_text(name))
     return row
 
 
-def _number(value: object) -> object:
-    """Return a loss scale as a float where it is one, also as text; else what was given."""
+def _parse_bool(value: object) -> object:
+    """Return the bool that a text stands for; any other value unchanged."""
+    booleans = {"True": True, "False": False}
+    return booleans.get(str(value), value)
+
+
+def _parse_loss_scale(value: object) -> object:
+    """Return a number, also as text, as a float; any other value unchanged."""
+    if isinstance(value, bool):
+        return value
     try:
-        return value if value is None or isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return value
 
@@ -304,30 +426,26 @@ def _number(value: object) -> object:
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DYNAMIC: Literal["dynamic"] = "dynamic"
 
-#: Every level by name.
-LEVELS: Mapping[str, PrecisionLevel] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            #         level      param  compute reduce output  batch norm, masters, loss scale
-            PrecisionLevel("fp32", _F32, _F32, _F32, _F32, None, False, 1.0),
-            PrecisionLevel("fp16", _F32, _F16, _F32, None, None, None, _DYNAMIC),
-            PrecisionLevel("fp16-O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
-            PrecisionLevel("fp16-O3", _F16, _F16, _F16, _F32, False, False, 1.0),
-            PrecisionLevel("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
-            PrecisionLevel("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
-            PrecisionLevel("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
-            PrecisionLevel("fp8", _F32, _BF16, _F32, None, None, None, 1.0, float8="tensorwise"),
-            PrecisionLevel(
-                "fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, float8="rowwise"
-            ),
-        )
-    }
+#          level      param  compute reduce output  batch norm, masters, loss scale
+_ROWS = (
+    PrecisionLevel("fp32", _F32, _F32, _F32, _F32, None, False, 1.0),
+    PrecisionLevel("fp16", _F32, _F16, _F32, None, None, None, _DYNAMIC),
+    PrecisionLevel("fp16-O2", _F16, _F16, _F16, _F32, True, True, _DYNAMIC),
+    PrecisionLevel("fp16-O3", _F16, _F16, _F16, _F32, False, False, 1.0),
+    PrecisionLevel("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
+    PrecisionLevel("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
+    PrecisionLevel("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
+    PrecisionLevel("fp8", _F32, _BF16, _F32, None, None, None, 1.0, float8="tensorwise"),
+    PrecisionLevel("fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, float8="rowwise"),
 )
+
+#: Every level by name.
+LEVELS: Mapping[str, PrecisionLevel] = MappingProxyType({row.name: row for row in _ROWS})
 
 #: Apex's names of levels.
 APEX_NAMES: Mapping[str, str] = MappingProxyType(
     {"O0": "fp32", "O1": "fp16", "O2": "fp16-O2", "O3": "fp16-O3"}
 )
 _BY_LOWER_NAME = {name.lower(): row for name, row in LEVELS.items()}
-_BY_LOWER_NAME |= {apex.lower(): LEVELS[name] for apex, name in APEX_NAMES.items()}
+for _apex_name, _name in APEX_NAMES.items():
+    _BY_LOWER_NAME[_apex_name.lower()] = LEVELS[_name]

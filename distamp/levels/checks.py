@@ -25,7 +25,8 @@ from distamp.levels.wrappers import (
     compute_device,
     units_of,
 )
-from distamp.masters.masters import masters_of, refuse_held, refuse_share
+from distamp.masters import masters_of
+from distamp.masters.optimizer_checks import check_no_other_param_refs, check_not_zero_optimizer
 from distamp.module_names import module_names
 from distamp.optim_utils import params_of
 from distamp.precision_level import PrecisionLevel
@@ -65,7 +66,7 @@ def check(
     _check_optimizers(models, optimizers, level)
     if level.master_weights and not any(wrapping.policies for wrapping in wrappings):
         for optimizer in optimizers:
-            refuse_held(optimizer)
+            check_no_other_param_refs(optimizer)
     if level.float8 is not None:
         _check_ops(level, ops)
         check_kernels(models, device, level)
@@ -277,7 +278,7 @@ def _check_optimizers(
                 "before the first forward pass"
             )
         if level.master_weights:
-            refuse_share(optimizer)
+            check_not_zero_optimizer(optimizer)
         given = tree_leaves([group.get("eps") for group in optimizer.param_groups])
         eps = min(filter(None, given), default=1)  # Adafactor has a tuple
         steps_half = level.param is torch.float16 and not level.master_weights

@@ -1,4 +1,4 @@
-"""Placeholders: what a split master is between steps, when its float32 values do not exist."""
+"""Placeholders: the form of a split master between steps, while it has no float32 values."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from torch import Tensor
 from distamp.errors import CallOrderError
 from distamp.grads import to_local
 
-__all__ = ["allocate", "free"]
+__all__ = ["allocate_values", "release_values"]
 
-_MESSAGE = (
-    "{name} writes to a split master between steps, when its float32 values do not exist, so the "
-    "write would be lost. Write inside `with masters.materialized():` (masters_of(optimizer) "
-    "returns masters), or take whole masters: MasterParameters(optimizer), or master_weights=True "
-    "in initialize"
+_WRITE_ERROR = (
+    "{operation} writes to a split master between steps. The master has no float32 values then, so "
+    "the write would be lost. Write inside `with masters.materialized():`, where masters is "
+    "masters_of(optimizer). Or use whole masters: MasterParameters(optimizer), or "
+    "master_weights=True in initialize."
 )
 
 
-def free(master: Tensor) -> None:
-    """Drop the values of a split master: reads return NaN, and writes raise CallOrderError.
+def release_values(master: Tensor) -> None:
+    """Free the values of a split master: reads return NaN, and writes raise CallOrderError.
 
-    Called under no_grad.
+    The caller is under no_grad.
     """
     local = to_local(master)
     local.data = local.new_full((), math.nan).expand(local.shape)
     for tensor in (master, local):
         if not isinstance(tensor, _Placeholder):
-            # torch changes the class of a parameter in place too, in UninitializedParameter.
+            # torch also changes the class of a parameter in place, in UninitializedParameter.
             tensor.__class__ = _placeholder_class(type(tensor))
 
 
-def allocate(master: Tensor, remainder: Tensor) -> None:
-    """Give a split master memory for its values, and the class that optimizers expect.
+def allocate_values(master: Tensor, remainder: Tensor) -> None:
+    """Allocate the values of a split master, and restore the class that optimizers expect.
 
-    Called under no_grad.
+    The caller is under no_grad.
 
     Args:
-        master: Freed before, or not.
-        remainder: Has the shape and the strides of the master's part on this rank.
+        master: A placeholder, or a master that has values.
+        remainder: Has the shape and strides of the master's local tensor.
     """
     local = to_local(master)
     for tensor in (master, local):
@@ -64,16 +64,16 @@ class _Placeholder:
         """Refuse a function that writes to a placeholder; run all others as on a plain tensor."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        written = args[0] if args and _writes_first_argument(func, name) else kwargs.get("out")
-        targets = written if isinstance(written, list | tuple) else [written]
-        if any(isinstance(target, _Placeholder) for target in targets):
-            raise CallOrderError(
-                _MESSAGE.format(name=".data =" if name == "__set__" else f"{name}()")
-            )
+        output = args[0] if args and _writes_first_argument(func, name) else kwargs.get("out")
+        outputs = output if isinstance(output, list | tuple) else [output]
+        if any(isinstance(tensor, _Placeholder) for tensor in outputs):
+            operation = ".data =" if name == "__set__" else f"{name}()"
+            raise CallOrderError(_WRITE_ERROR.format(operation=operation))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if func in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
-            result.__class__ = type(args[0])  # an alias, to which writes would be lost as well
+            # The result is an alias, and writes to an alias would be lost as well.
+            result.__class__ = type(args[0])
         return result
 
 

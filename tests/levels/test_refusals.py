@@ -274,7 +274,7 @@ def half() -> nn.Module:
 ORDER = "the order is cast_model(model, '{}'), {}, the optimizer"
 FSDP1 = "mixed_precision=MixedPrecision(param_dtype=torch.float16)"
 FSDP2 = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)"
-OTHERS = "Take fp16, which needs no masters, or fully_shard in its place"
+OTHERS = "Use fp16, which needs no masters, or fully_shard instead"
 GATHERS = "' is to compute in fp32, and {} gathers"
 FP8_ORDER = "order is cast_model(model, 'fp8'), {}"
 ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {

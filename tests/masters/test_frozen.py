@@ -122,6 +122,6 @@ def test_masters_without_a_half_precision_parameter_are_refused_unless_that_is_a
         MasterParameters(optimizer)
     masters = MasterParameters(optimizer, split=True, allow_empty=True)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=F16))]})
-    with pytest.raises(ConfigError, match="take bf16-O2, or whole masters"):
+    with pytest.raises(ConfigError, match="Use bf16-O2, or whole masters"):
         StepGuard().unscale_(optimizer)
     assert masters.nbytes == 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distamp.errors import CallOrderError
-from distamp.masters.split import join, split
+from distamp.masters.split_tensors import join_fp32, split_fp32
 from distamp.scaler import MasterParameters
 from tests.scaler.masters import half_away, one_master
 
@@ -28,13 +28,13 @@ def of_bits(first: int, last: int) -> Tensor:
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     weights, remainders = values.to(BF16), torch.empty_like(values, dtype=torch.int16)
-    split([(values.clone(), weights, remainders)])
+    split_fp32([(values.clone(), weights, remainders)])
     return weights, remainders
 
 
 def joined(weights: Tensor, remainders: Tensor) -> Tensor:
     values = torch.empty_like(weights, dtype=F32)
-    join([(values, weights, remainders)])
+    join_fp32([(values, weights, remainders)])
     return values
 
 

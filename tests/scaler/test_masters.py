@@ -350,7 +350,7 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
         with pytest.raises(CallOrderError, match="cannot be copied or pickled"):
             copied(given)
     optimizer.add_param_group({"params": [parameter]})
-    with pytest.raises(ValueError, match="has a master"):
+    with pytest.raises(ValueError, match="has a master of it already"):
         optimizer.step()
     with pytest.raises(CallOrderError, match="is gone"):
         one_master()[2].param_pairs()
@@ -360,7 +360,7 @@ def test_masters_that_cannot_be_are_refused_with_what_to_do():
 def test_a_scaler_and_an_optimizer_must_both_know_of_masters(call):
     arguments = [1.0] if call == "clip_grad_norm_" else []
     plain, (parameter, optimizer, _) = leaf(1.0, dtype=F16), one_master(1.0)
-    make_it, inplace = "make it with fp16_grads='master'", cpu_scaler(fp16_grads="inplace")
+    make_it, inplace = "Make the scaler with fp16_grads='master'", cpu_scaler(fp16_grads="inplace")
     for scaler, used, holds, says in (
         (cpu_scaler(), parameter, optimizer, make_it),
         (inplace, parameter, optimizer, make_it),
@@ -451,8 +451,8 @@ def test_a_state_has_the_optimizers_numbers_and_one_that_does_not_fit_changes_no
     assert {n: (v.item(), v.dtype) for n, v in state.items()} == {0: (5.0, F32), 2: (6.0, F32)}
     bad: dict[str, Any] = {
         "not a state of master": {},
-        "1 masters and there are 2 here; parameter 2": {0: state[0]},
-        r"parameter 2 is .*\(3,\), and the one here .*\(1,\)": {0: state[0], 2: torch.ones(3)},
+        "1 master and this optimizer has 2. Parameter 2 .* only in the optimizer": {0: state[0]},
+        r"parameter 2 is .*\(3,\), but .* is .*\(1,\)": {0: state[0], 2: torch.ones(3)},
     }
     for says, values in bad.items():
         with pytest.raises(ValueError, match=says):

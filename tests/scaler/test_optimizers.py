@@ -147,9 +147,22 @@ class Accelerated(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """As SAM: shares the groups of the optimizer under ``base_optimizer``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.base_optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Lightning": Lightning,
     "Accelerate": Accelerated,
+    "SAM": SharpnessAware,
     "twice": lambda optimizer: Lightning(Accelerated(optimizer)),
 }
 
