@@ -44,6 +44,12 @@ def test_many_biases_beside_a_matrix_are_measured_as_if_they_were_one():
     assert clip_grad_norm_([*biases, matrix], 1e3).item() == pytest.approx(squares**0.5, rel=1e-6)
 
 
+def test_a_gradient_without_elements_has_no_part_in_the_largest_magnitude():
+    """As of an empty shard, of which torch refuses the norm of order inf."""
+    parameters = with_gradients([], [3.0, -4.0])
+    assert clip_grad_norm_(parameters, 1e9, INF).item() == 4.0
+
+
 def test_an_optimizer_that_steps_a_part_by_another_is_measured_whole():
     """As Muon with an AdamW inside, which is no share of a wrapper like ZeRO."""
 

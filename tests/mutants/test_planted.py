@@ -116,6 +116,24 @@ def test_an_argument_is_kept_behind_letters_of_several_bytes() -> None:
     assert line == 'é.reset(); self.log("é", (taken))'
 
 
+def test_the_object_of_a_method_is_kept() -> None:
+    receiver = Transformation("Counter.count", "keep_receiver", call="log")
+    line = changed_line(receiver)
+    assert line == "é.reset(); (self)"
+
+
+def test_a_called_function_is_renamed() -> None:
+    rename = Transformation("Counter.count", "rename", call="min", value="max")
+    line = changed_line(rename)
+    assert line == 'é.reset(); self.log("é", (max)(taken, 2))'
+
+
+def test_an_attribute_is_renamed() -> None:
+    rename = Transformation("Counter.count", "rename", pattern="self.on", value="off")
+    line = changed_line(rename)
+    assert line == "if taken == 1 and (self.off):"
+
+
 def test_a_statement_becomes_pass() -> None:
     drop = Transformation("Counter.count", "drop_statement", pattern="_ += _")
     line = changed_line(drop)

@@ -48,7 +48,8 @@ class Transformation:
             expression: ``"_ and _"``, ``"_ += _"``, ``"min(_, _)"``.
         nth: The number of the place, from 1, if several match; 0 requires a single match.
         operand: The number of the operand, from 1, that ``keep_operand`` keeps.
-        value: The constant that ``replace_constant`` and ``replace_value`` write.
+        value: The constant that ``replace_constant`` and ``replace_value`` write, and the name that
+            ``rename`` writes.
     """
 
     function: str
@@ -263,6 +264,23 @@ def keep_operand(node: ast.AST, how: Transformation) -> Edit:
     return _replace_by(node, operand)
 
 
+def keep_receiver(node: ast.AST, how: Transformation) -> Edit:
+    """Replace a method call by the object whose method it calls: ``a.b(c)`` by ``a``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        raise PlantError(f"a {type(node).__name__} is not a call of a method")
+    return _replace_by(node, node.func.value)
+
+
+def rename(node: ast.AST, how: Transformation) -> Edit:
+    """Replace the last name of a called function, an attribute or a variable by another name."""
+    target = node.func if isinstance(node, ast.Call) else node
+    if isinstance(target, ast.Attribute):
+        return _replace_by(target, ast.Attribute(target.value, how.value))
+    if isinstance(target, ast.Name):
+        return _replace_by(target, ast.Name(how.value))
+    raise PlantError(f"a {type(target).__name__} has no name")
+
+
 def return_none(node: ast.AST, how: Transformation) -> Edit:
     """Replace the body of a function by ``return None``."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -277,7 +295,9 @@ for operation in (
     drop_call,
     drop_statement,
     keep_operand,
+    keep_receiver,
     negate_condition,
+    rename,
     replace_constant,
     replace_value,
     return_none,
