@@ -144,7 +144,9 @@ class _StepOutcome(NamedTuple):
         optimizer: The optimizer that has the parameters.
         history: Its history.
         decision: The decision of all ranks.
-        scale: The loss scale, as a tensor while the gradients still are those of this step.
+        scale: The loss scale.
+        grads_unchanged: Whether the gradients still are those of this step, so that a search can
+            find the parameter; false if the host counts the step late.
         overflow_ranks: The ranks that found inf or NaN, if the host knows them.
         bad_names: For each such rank the name of its first bad parameter, if known.
         local_found_inf: Whether this rank found inf or NaN, if the host does not know the ranks.
@@ -154,6 +156,7 @@ class _StepOutcome(NamedTuple):
     history: OptimizerHistory
     decision: StepDecision
     scale: float | Tensor
+    grads_unchanged: bool
     overflow_ranks: tuple[int, ...] | None
     bad_names: tuple[str, ...]
     local_found_inf: bool | Tensor | None
@@ -904,6 +907,7 @@ class StepGuardBase(Joinable):
             history,
             decision,
             scale,
+            True,
             state.get("overflow_ranks"),
             state.get("bad_names", ()),
             state.get("local_found_inf"),
@@ -1071,6 +1075,7 @@ class StepGuardBase(Joinable):
                     history,
                     StepDecision(not above_limit, bool(above_limit), 1.0, norm, limit),
                     scale,
+                    False,
                     outcome.overflow_ranks,
                     outcome.bad_names,
                     bool(local[0]) if local else None,
@@ -1103,9 +1108,13 @@ class StepGuardBase(Joinable):
             # The ranks do not know of each other, so each logs its own overflow.
             ranks, is_logging = (sync.rank,), bool(outcome.local_found_inf)
         if is_logging:
-            grads_unchanged = isinstance(outcome.scale, Tensor)
             record = SkipRecord(
-                self._logger_name, step, scale_text, ranks, grads_unchanged, outcome.bad_names
+                self._logger_name,
+                step,
+                scale_text,
+                ranks,
+                outcome.grads_unchanged,
+                outcome.bad_names,
             )
             log_skip(outcome.optimizer, record, self._tensor_names)
         limit_of_skips = self._max_consecutive_skips

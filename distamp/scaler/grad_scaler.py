@@ -428,7 +428,11 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
         if growth_tracker is None:
             growth_tracker = self._get_growth_tracker()
         if parsed.hysteresis_tracker is not None:
-            self._hysteresis_tracker = parsed.hysteresis_tracker
+            if isinstance(self._hysteresis_tracker, Tensor):
+                # A captured graph may hold the very tensor, as those of the scale.
+                self._hysteresis_tracker.fill_(parsed.hysteresis_tracker)
+            else:
+                self._hysteresis_tracker = parsed.hysteresis_tracker
         self._scaler_settings = replace(self._scaler_settings, loss_scale=rule)
         scale = min(max(scale, rule.min_scale), rule.max_scale)
         self._init_scale, self._init_growth_tracker = scale, growth_tracker
