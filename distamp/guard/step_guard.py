@@ -317,7 +317,8 @@ class StepGuardBase(Joinable):
         state = self._optimizer_state(optimizer, for_step=True)
         try:
             check_not_stepped(state)
-            fused.check_step_arguments(optimizer, args, limits.given_names())
+            if args or has_norm or is_replicated_fn or shard_group_fn:
+                fused.check_step_arguments(optimizer, args, limits.given_names())
             if (args or kwargs) and find_closure(args, kwargs) is not None:
                 raise CallOrderError(self._closure_text())
         except Exception as error:
@@ -846,7 +847,10 @@ class StepGuardBase(Joinable):
         """
         state = states[index]
         view, sync = state["view"], self._sync
-        missing = state.setdefault("missing_grads", MissingGrads())
+        if "missing_grads" not in state:
+            # An override or a trainer has written the flags.
+            state["missing_grads"] = MissingGrads()
+        missing = state["missing_grads"]
         if not state["found_inf_per_device"]:
             if missing.on_all_ranks:
                 return self._pass_over_idle(state)
