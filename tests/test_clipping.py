@@ -45,7 +45,7 @@ def test_many_biases_beside_a_matrix_are_measured_as_if_they_were_one():
 
 
 def test_a_gradient_without_elements_has_no_part_in_the_largest_magnitude():
-    """As of an empty shard, of which torch refuses the norm of order inf."""
+    """torch refuses the norm of order inf for an empty shard."""
     parameters = with_gradients([], [3.0, -4.0])
     assert clip_grad_norm_(parameters, 1e9, INF).item() == 4.0
 

@@ -429,7 +429,7 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
             growth_tracker = self._get_growth_tracker()
         if parsed.hysteresis_tracker is not None:
             if isinstance(self._hysteresis_tracker, Tensor):
-                # A captured graph may hold the very tensor, as those of the scale.
+                # A captured graph may hold this tensor, as it may hold the scale.
                 self._hysteresis_tracker.fill_(parsed.hysteresis_tracker)
             else:
                 self._hysteresis_tracker = parsed.hysteresis_tracker

@@ -265,20 +265,24 @@ def keep_operand(node: ast.AST, how: Transformation) -> Edit:
 
 
 def keep_receiver(node: ast.AST, how: Transformation) -> Edit:
-    """Replace a method call by the object whose method it calls: ``a.b(c)`` by ``a``."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+    """Replace a method call by its object: ``a.b(c)`` by ``a``."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(function, ast.Attribute):
         raise PlantError(f"a {type(node).__name__} is not a call of a method")
-    return _replace_by(node, node.func.value)
+    return _replace_by(node, function.value)
 
 
 def rename(node: ast.AST, how: Transformation) -> Edit:
     """Replace the last name of a called function, an attribute or a variable by another name."""
     target = node.func if isinstance(node, ast.Call) else node
+    name: ast.expr
     if isinstance(target, ast.Attribute):
-        return _replace_by(target, ast.Attribute(target.value, how.value))
-    if isinstance(target, ast.Name):
-        return _replace_by(target, ast.Name(how.value))
-    raise PlantError(f"a {type(target).__name__} has no name")
+        name = ast.Attribute(target.value, how.value)
+    elif isinstance(target, ast.Name):
+        name = ast.Name(how.value)
+    else:
+        raise PlantError(f"a {type(target).__name__} has no name")
+    return _replace_by(target, name)
 
 
 def return_none(node: ast.AST, how: Transformation) -> Edit:
