@@ -222,7 +222,8 @@ def _steps(
             case "UNSCALE_":
                 made.unscale_(*given)
             case "CLIP_GRAD_NORM_":
-                made.clip_grad_norm_(given[0] if len(given) == 1 else clipped, 1.0)
+                target = given[0] if len(given) == 1 else clipped
+                made.clip_grad_norm_(target, 1.0, shard_group_fn=made.look)
             case "UPDATE":
                 made.update()
             case "UPDATE_TO":

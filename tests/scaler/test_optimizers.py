@@ -11,7 +11,7 @@ from torch import nn
 
 from distamp import DistGradScaler
 from distamp.errors import CallOrderError
-from distamp.scaler import StepCounts
+from distamp.scaler import MasterParameters, StepCounts
 from tests.scaler.steps import (
     INF,
     backward,
@@ -165,6 +165,18 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "SAM": SharpnessAware,
     "twice": lambda optimizer: Lightning(Accelerated(optimizer)),
 }
+
+
+def test_masters_of_a_wrapper_are_stepped():
+    """The wrapper has the masters, and shares its groups with the optimizer inside."""
+    parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    wrapper = SharpnessAware(torch.optim.SGD([parameter], lr=0.5))
+    MasterParameters(wrapper)
+    scaler = cpu_scaler(8.0, fp16_grads="master")
+    scaler.scale(parameter.float().sum()).backward()
+    scaler.step(wrapper)
+    assert scaler.step_was_taken(wrapper)
+    assert parameter.item() == 0.5
 
 
 # A wrapper that forwards torch's mark of fused optimizers drops the flag, under torch's class too.
