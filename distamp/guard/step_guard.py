@@ -181,6 +181,8 @@ class StepGuardBase(Joinable):
     ``bad_names``         For each such rank the name of its first bad parameter, if known.
     ``local_found_inf``   This rank's flag, if the flags were reduced on a device.
     ``missing_grads``     Whether the optimizer has no gradients (`MissingGrads`).
+    ``is_fused``          Whether the kernel of its ``step`` takes found-inf; set for a step.
+    ``kernel_unscales``   Whether that kernel unscales, too; set for a step.
     ``step_is_silent``    Whether ``step`` sends no message, because an earlier call has sent it.
     ``carried_over``      Whether the gradients were unscaled before the last ``update`` and not
                           stepped, while another optimizer was. ``step`` steps them, ``unscale_``
@@ -331,7 +333,7 @@ class StepGuardBase(Joinable):
             decision = self._sync_norm([state], scale, limits)
         elif stage is OptState.READY:
             # These are the two calls of torch's class, which subclasses override.
-            if state["is_fused"] and not state["view"].has_masters:
+            if state["kernel_unscales"]:
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
@@ -395,7 +397,7 @@ class StepGuardBase(Joinable):
         if limits is not None:
             decision = self._sync_norm(states, scale, limits)
         elif ready:
-            self._sync_found_inf(ready, scale, for_step=True)
+            self._sync_found_inf(ready, scale, [state["kernel_unscales"] for state in ready])
         self._check_has_grads(states, stages)
         return [
             self._step_or_skip(states, index, scale, decision, (), {})
@@ -433,25 +435,19 @@ class StepGuardBase(Joinable):
             optimizers = (*optimizers, optimizer)
         scale = self._grad_scale("unscale_", optimizers)
         states = [self._optimizer_state(optimizer) for optimizer in optimizers]
-        with self._exchange("step", states, scale) as exchange:
+
+        def check_call() -> None:
             if not optimizers:
                 raise TypeError("unscale_() needs at least one optimizer")
             for state in states:
                 check_not_unscaled(state)
-            exchange.has_read_grads = True
-            for state, missing in zip(states, exchange.missing_grads, strict=True):
-                self._check_grads(state, scale, missing)
-            exchange.found_inf = [_local_found_inf(state, scale.device) for state in states]
-        self._store_found_inf(exchange, states)
+
+        self._sync_found_inf(states, scale, [False] * len(states), check_call)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale = self._grad_scale("_check_inf_per_device", optimizer)
         state = self._optimizer_state(optimizer)
-        with self._exchange("step", [state], scale) as exchange:
-            exchange.has_read_grads = True
-            self._check_grads(state, scale, exchange.missing_grads[0], check_only=True)
-            exchange.found_inf = [_local_found_inf(state, scale.device)]
-        self._store_found_inf(exchange, [state])
+        self._sync_found_inf([state], scale, [True])
         found_inf_per_device: dict[Any, Tensor] = state["found_inf_per_device"]
         return found_inf_per_device
 
@@ -468,6 +464,7 @@ class StepGuardBase(Joinable):
         if for_step:
             state["carried_over"] = False
             state["is_fused"] = fused.supports_found_inf(optimizer)
+            state["kernel_unscales"] = state["is_fused"] and not state["view"].has_masters
         return state
 
     def _check_grads(
@@ -596,24 +593,25 @@ class StepGuardBase(Joinable):
         self,
         states: list[dict[str, Any]],
         scale: Tensor,
-        for_step: bool = False,
-        error: Exception | None = None,
+        check_only: Sequence[bool],
+        check_call: Callable[[], None] | None = None,
     ) -> None:
         """Check the gradients of optimizers, and all-reduce one flag for each, in one message.
 
         Args:
             states: torch's states of the optimizers.
             scale: The loss scale.
-            for_step: Whether kernels that unscale step right afterwards.
-            error: An error of this rank, which every rank raises.
+            check_only: For each optimizer whether its gradients stay scaled, because a kernel
+                unscales them.
+            check_call: Checks the call before gradients are read. Every rank raises its error.
         """
         with self._exchange("step", states, scale) as exchange:
-            if error is not None:
-                raise error
+            if check_call is not None:
+                check_call()
             exchange.has_read_grads = True
-            for state, missing in zip(states, exchange.missing_grads, strict=True):
-                check_only = for_step and state["is_fused"] and not state["view"].has_masters
-                self._check_grads(state, scale, missing, check_only)
+            for index, state in enumerate(states):
+                missing = exchange.missing_grads[index]
+                self._check_grads(state, scale, missing, check_only[index])
             exchange.found_inf = [_local_found_inf(state, scale.device) for state in states]
         self._store_found_inf(exchange, states)
 
@@ -622,7 +620,7 @@ class StepGuardBase(Joinable):
         states: list[dict[str, Any]],
         scale: Tensor,
         limits: NormLimits,
-        error: Exception | None = None,
+        check_call: Callable[[], None] | None = None,
     ) -> StepDecision:
         """All-reduce the norm of all gradients in one message, and decide on the step by it.
 
@@ -630,7 +628,7 @@ class StepGuardBase(Joinable):
             states: torch's states of the optimizers.
             scale: The loss scale.
             limits: The arguments of the step.
-            error: An error of this rank, which every rank raises.
+            check_call: Checks the call before gradients are read. Every rank raises its error.
 
         Returns:
             The decision, which is one for all optimizers.
@@ -639,8 +637,8 @@ class StepGuardBase(Joinable):
         norm = LocalNorm(math.nan)
         with self._exchange("step", states, scale) as exchange:
             exchange.compares_replicas = True
-            if error is not None:
-                raise error
+            if check_call is not None:
+                check_call()
             exchange.has_read_grads = True
             group = exchange.group
             limits = limits.validated(read_limit=group is not None and group.is_on_host)
@@ -694,7 +692,7 @@ class StepGuardBase(Joinable):
                 # Inf or NaN of an earlier check may lie in other gradients than these.
                 exchange.earlier_found_inf += state["found_inf_per_device"].values()
                 missing.on_this_rank = not view.has_grads()
-            elif state["is_fused"] and not view.has_masters:
+            elif state["kernel_unscales"]:
                 is_scaled = self._has_loss_scale
                 missing.on_this_rank = not view.has_grads()
             elif self._has_loss_scale or view.has_masters:
@@ -753,15 +751,19 @@ class StepGuardBase(Joinable):
 
         A step after ``unscale_`` sends no message on any rank, so its error goes with the next.
         """
+
+        def raise_error() -> None:
+            raise error
+
         is_silent = [
             state.get("step_is_silent") or state["stage"] is OptState.UNSCALED for state in states
         ]
         if limits is not None:
-            self._sync_norm(states, scale, limits, error)
+            self._sync_norm(states, scale, limits, raise_error)
         elif states and all(is_silent):
             self._sync.send_later(error)
         else:
-            self._sync_found_inf(states, scale, error=error)
+            self._sync_found_inf(states, scale, [False] * len(states), raise_error)
 
     def raise_on_all_ranks(
         self,
