@@ -40,9 +40,9 @@ __all__ = [
     "unscale_group_",
 ]
 
-#: On the host at least this many gradients of one dimension, each of at most this many bytes, are
-#: concatenated before their norm is computed.
-_MIN_SMALL, _SMALL_BYTES = 64, 1 << 13
+#: On the host gradients of one dimension, each of at most this many bytes, are concatenated before
+#: their norm is computed, this many at a time, so that the copy stays in the processor's cache.
+_SMALL_BYTES, _SMALL_AT_ONCE = 1 << 14, 32
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -110,12 +110,8 @@ class LocalGrads(NamedTuple):
 
 def local_grads(params: Iterable[Tensor]) -> LocalGrads:
     """Return the local dense storage of each gradient that ``params`` have."""
-    with_grad: list[Tensor] = []
-    grads: list[Any] = []
-    for param in params:
-        if (grad := param.grad) is not None:
-            with_grad.append(param)
-            grads.append(grad)
+    with_grad = [param for param in params if param.grad is not None]
+    grads: list[Any] = [param.grad for param in with_grad]
     if all_plain(grads):
         return LocalGrads(with_grad, grads, grads, are_plain=True)
     values = _local_values(with_grad, grads)
@@ -298,11 +294,12 @@ def norm_power(values: list[Tensor], norm_type: float, device: torch.device) -> 
     norms: list[Tensor] = []
     powers: list[Tensor] = []
     for (group_device, dtype), ((group,), _) in _group_by_device_and_dtype(values).items():
-        if group_device.type == "cpu" and len(group) >= _MIN_SMALL:
-            group = _cat_small(group)
         # Squares of float16 overflow from 256 on.
         norm_dtype = torch.float32 if dtype.itemsize < 4 else None
-        group_norms = torch._foreach_norm(group, norm_type, norm_dtype)
+        if group_device.type == "cpu" and len(group) > _SMALL_AT_ONCE:
+            group_norms = _norms_on_host(group, norm_type, norm_dtype)
+        else:
+            group_norms = list(torch._foreach_norm(group, norm_type, norm_dtype))
         if is_on_host and norm_type == 2.0:
             norms += group_norms
             continue
@@ -319,13 +316,25 @@ def norm_power(values: list[Tensor], norm_type: float, device: torch.device) -> 
     return total.item() if is_on_host and isinstance(total, Tensor) else total
 
 
-def _cat_small(values: list[Tensor]) -> list[Tensor]:
-    """Concatenate many small vectors, because a call for each takes longer than its elements."""
-    small = [value for value in values if value.nbytes <= _SMALL_BYTES and value.dim() == 1]
-    if len(small) < _MIN_SMALL:
-        return values
-    large = [value for value in values if value.nbytes > _SMALL_BYTES or value.dim() != 1]
-    return [torch.cat(small), *large]
+def _norms_on_host(
+    values: list[Tensor], norm_type: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Return norms that combine to the norm of the values; small vectors are measured together.
+
+    The call of a kernel for each small vector would take longer than its elements.
+    """
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    for value in values:
+        is_small = value.nbytes <= _SMALL_BYTES and value.dim() == 1
+        (small if is_small else large).append(value)
+    norms: list[Tensor] = []
+    for start in range(0, len(small), _SMALL_AT_ONCE):
+        joined = torch.cat(small[start : start + _SMALL_AT_ONCE])
+        norms.append(torch.linalg.vector_norm(joined, norm_type, dtype=dtype))
+    if large:
+        norms += torch._foreach_norm(large, norm_type, dtype)
+    return norms
 
 
 def combine_powers(powers: Sequence[float] | Sequence[Tensor], norm_type: float) -> float | Tensor:

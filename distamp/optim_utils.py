@@ -174,23 +174,22 @@ class OptimizerView:
 
     def has_grads(self) -> bool:
         """Return whether this rank has a gradient of the optimizer, before or after `unscale`."""
-        return bool(self.local_grads().params)
+        return any(param.grad is not None for param in self.model_params())
 
     def local_grads(self) -> LocalGrads:
         """Return the gradients of `model_params`; a step converts their layout once.
 
         The result is computed again if the ``.grad`` of a parameter was replaced.
         """
-        params: list[Tensor] = []
-        for group in self.holder.param_groups:
-            params.extend(group["params"])
-        grads = list(map(_grad_of, params))
-        cached_grads = self._grads
-        is_same = len(grads) == len(cached_grads) and all(map(operator.is_, grads, cached_grads))
-        if self._local_grads is None or not is_same:
-            self._local_grads = local_grads(params)
-            # Float16 gradients that are sparse were replaced, so they are read again.
-            self._grads = list(map(_grad_of, params))
+        params = params_of(self.holder)
+        cached = self._local_grads
+        if cached is not None and len(params) == len(self._grads):
+            is_same = all(map(operator.is_, map(_grad_of, params), self._grads))
+            if is_same:
+                return cached
+        self._local_grads = local_grads(params)
+        # Read afterwards, because float16 gradients that are sparse were replaced.
+        self._grads = list(map(_grad_of, params))
         return self._local_grads
 
     def measured_grads(self) -> LocalGrads:

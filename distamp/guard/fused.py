@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Hashable
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ __all__ = [
     "supports_found_inf",
     "takes_grad_scaler",
 ]
+
+_dtype_of = operator.attrgetter("dtype")
 
 
 def step_owner(optimizer: Any) -> Any:
@@ -157,7 +160,7 @@ def fused_step(
     is_torch_class = type(owner).__module__.startswith("torch.optim.")
     skip, clip_coef = decision.skip, decision.clip_coef
     is_clipped = isinstance(clip_coef, Tensor) or clip_coef < 1.0
-    if is_clipped and any(param.dtype is torch.float64 for param in params_of(view.holder)):
+    if is_clipped and torch.float64 in map(_dtype_of, params_of(view.holder)):
         # The kernel divides by a float32, which is not exact enough.
         view.multiply_grads_(decision.clip_coef_tensor(scale.device))
         is_clipped = False

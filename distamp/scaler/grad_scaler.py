@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from distamp import device_utils
 from distamp.callers import stacklevel_of_caller
-from distamp.errors import CallOrderError
+from distamp.errors import CallOrderError, ConfigError
 from distamp.grads import rescale_grads_
 from distamp.guard.nonfinite_report import tensor_names
 from distamp.guard.rank_sync import RankSync
@@ -243,7 +243,7 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         view: OptimizerView = self._optimizer_state(optimizer)["view"]
-        self._scaler_settings.check_masters(optimizer, view)
+        _check_masters(optimizer, view, self._scaler_settings.fp16_grads)
         return view.unscale(inv_scale, found_inf, allow_fp16)
 
     # -- update ----------------------------------------------------------------------------------
@@ -479,6 +479,29 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
 
 #: Attributes beside those of `StepGuardBase` that a pickle leaves out.
 _UNPICKLED = ("_initial_scale", "_inv_scale_cache", "_loss_was_scaled", "_scale_of_grads")
+
+
+def _check_masters(optimizer: Any, view: OptimizerView, fp16_grads: str) -> None:
+    """Refuse an optimizer with masters that contradict ``fp16_grads``.
+
+    Raises:
+        ConfigError: The optimizer has masters and the setting does not say so, or has float16
+            parameters without masters although it does.
+    """
+    if view.has_masters == (fp16_grads == "master"):
+        return
+    name = type(optimizer).__name__
+    if view.has_masters:
+        raise ConfigError(
+            f"{name} has master parameters and the scaler has fp16_grads={fp16_grads!r}. Make the "
+            "scaler with fp16_grads='master', which unscales gradients into masters."
+        )
+    has_fp16 = any(param.dtype is torch.float16 for param in view.model_params())
+    if has_fp16:
+        raise ConfigError(
+            f"The scaler has fp16_grads='master', and {name} holds float16 parameters without "
+            "masters. Call MasterParameters(optimizer) before the first step."
+        )
 
 
 def _map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:

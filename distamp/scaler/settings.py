@@ -12,7 +12,6 @@ from torch import Tensor
 from distamp.errors import ConfigError
 from distamp.guard.fused import check_device_supported
 from distamp.guard.step_guard import check_skip_limit
-from distamp.optim_utils import OptimizerView
 from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
 
 __all__ = ["ScalerSettings", "as_number", "make_loss_scale", "resolve_device"]
@@ -127,25 +126,3 @@ class ScalerSettings:
         }
         lines = [f"{name}={value}" for name, value in values.items()]
         return "\n".join(["class=DistGradScaler", *lines])
-
-    def check_masters(self, optimizer: Any, view: OptimizerView) -> None:
-        """Refuse an optimizer with masters that contradict ``fp16_grads``.
-
-        Raises:
-            ConfigError: The optimizer has masters and the settings do not say so, or has float16
-                parameters without masters although they do.
-        """
-        if view.has_masters == (self.fp16_grads == "master"):
-            return
-        name = type(optimizer).__name__
-        if view.has_masters:
-            raise ConfigError(
-                f"{name} has master parameters and the scaler has fp16_grads="
-                f"{self.fp16_grads!r}. Make the scaler with fp16_grads='master', which unscales "
-                "gradients into masters."
-            )
-        if any(p.dtype is torch.float16 for p in view.model_params()):
-            raise ConfigError(
-                f"The scaler has fp16_grads='master', and {name} holds float16 parameters without "
-                "masters. Call MasterParameters(optimizer) before the first step."
-            )
