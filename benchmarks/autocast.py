@@ -1,9 +1,9 @@
-"""What regions, listed ops and reports cost.
+"""Measure the cost of regions, listed ops and reports.
 
     OMP_NUM_THREADS=1 python -m benchmarks.autocast [--rounds 40]
 
-First each op is called on tensors that nobody has to cast, with and without a region, before a
-region has listed it and after; printed is the least of many short runs. Of regions, and of a step
+First each op is called on tensors that nobody has to cast, with and without a region, before and
+while a region lists it; printed is the least of many short runs. Of regions, and of a step
 under a report, all sides of a comparison run in turn; printed are medians and their quartiles, of
 regions in the thread's own processor time.
 """
@@ -55,13 +55,13 @@ OPS: dict[str, Callable[[], Tensor]] = {
 
 
 def ops(rounds: int) -> None:
-    """Time ops before and after some region has listed them; what it has listed stays so."""
+    """Time ops before and while lists have them."""
     off, on = autocast("cpu", enabled=False), autocast("cpu")
     before = [_least([off, on], call, rounds) for call in OPS.values()]
     everywhere = [autocast("cpu", ops=OpLists(fp32=OPS)), on, off]
     after = [_least(everywhere, call, rounds) for call in OPS.values()]
     rows = ([name, *first, *then] for name, first, then in zip(OPS, before, after, strict=True))
-    table(["op, us", "off", "on", "in fp32 by list", "on, once listed", "off, once listed"], rows)
+    table(["op, us", "off", "on", "in fp32 by list", "on, while listed", "off, while listed"], rows)
 
 
 def _least(regions: list[autocast], call: Callable[[], object], rounds: int) -> list[str]:

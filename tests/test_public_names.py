@@ -175,7 +175,7 @@ SPELLINGS = [
     "from distamp.autocast.region import autocast as cls",
     "import distamp.autocast.region; cls = distamp.autocast",
     "import distamp.autocast as cls",
-    "import distamp.autocast.state, distamp; cls = distamp.autocast",
+    "import distamp.autocast.autocast_state, distamp; cls = distamp.autocast",
     "from distamp.autocast import AutocastState; from distamp import autocast as cls",
     "import distamp.levels.initialize; from distamp import initialize, autocast as cls",
     "import distamp.cuda.amp; cls = distamp.autocast",

@@ -1,19 +1,16 @@
 """Autocast that is right in every thread.
 
-``from distamp import autocast`` is the class; this package holds it and what goes with it.
+``from distamp import autocast`` imports the class. The package has the same name.
 """
 
 from torch.amp import custom_bwd, custom_fwd
 
+from distamp.autocast.autocast_state import AutocastState
+from distamp.autocast.checkpointing import checkpoint, checkpoint_context_fn
+from distamp.autocast.data_parallel import DataParallel
+from distamp.autocast.module_precision import set_module_precision
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.pin import set_module_precision
 from distamp.autocast.region import autocast
-from distamp.autocast.state import (
-    AutocastState,
-    DataParallel,
-    checkpoint,
-    checkpoint_context_fn,
-)
 
 __all__ = [
     "AutocastState",

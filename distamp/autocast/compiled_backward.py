@@ -1,13 +1,14 @@
-"""The precision of a compiled backward pass, which torch sets apart from the forward pass's.
+"""The precision of a compiled backward pass, for which torch has a separate setting.
 
 torch.compile traces a backward pass together with its forward pass. By default it traces both under
-the autocast state in which the model is called, so the products of a module that is pinned to
-float32 in a bfloat16 region would be float32 in forward and bfloat16 in backward. With torch's
+the autocast state in which the model is called. A module with a precision of float32 in a bfloat16
+region would compute products in float32 in forward and in bfloat16 in backward. With torch's
 setting ``"off"`` the ops of a backward pass run in the dtypes of the tensors that forward saved, as
-they do in eager code that calls ``backward()`` after the region.
+in eager code that calls ``backward()`` after the region.
 
-torch's private names for this stand in this file alone. On a torch without the setting, and in a
-region of torch's own class, a warning names each module whose backward pass gets another precision.
+This file has the private names of torch for it, which torch 2.13 and 2.15 have. On a torch without
+the setting, and in a region of torch's class, a warning names each module with another precision in
+its backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch._functorch import config
 from torch._guards import TracingContext
 
-__all__ = ["restore_setting", "switch_off_autocast", "warn_of_inner_region", "warn_of_pin"]
+__all__ = ["restore_setting", "switch_off_autocast", "warn_of_inner_region", "warn_of_module"]
 
 _NAME = "backward_pass_autocast"
 _DEFAULT = "same_as_forward"
@@ -47,13 +48,13 @@ def restore_setting() -> None:
     setattr(config, _NAME, _DEFAULT)
 
 
-def warn_of_pin(module_type: str, dtype: torch.dtype) -> None:
-    """Warn once if the backward pass of a pinned module is being compiled in another precision.
+def warn_of_module(module_type: str, dtype: torch.dtype) -> None:
+    """Warn once if the backward pass of a module is being compiled in another precision.
 
-    torch.compile calls it while it traces, and adds nothing to the graph.
+    torch.compile calls this function while it traces, and adds nothing to the graph.
     """
     if _compiles_in_another(dtype):
-        _warn(f"{module_type}{_module_name()}, which is pinned to {dtype},")
+        _warn(f"{module_type}{_module_name()}, whose precision is set to {dtype},")
 
 
 def warn_of_inner_region(
@@ -64,7 +65,7 @@ def warn_of_inner_region(
 ) -> None:
     """Warn once if a region inside a compiled function does not hold in its backward pass.
 
-    torch.compile calls it while it traces, and adds nothing to the graph.
+    torch.compile calls this function while it traces, and adds nothing to the graph.
 
     Args:
         device_type: The region's.
@@ -86,10 +87,10 @@ def _compiles_in_another(dtype: torch.dtype) -> bool:
     return _dtype_around() not in (None, dtype)
 
 
-def _warn(what: str) -> None:
+def _warn(subject: str) -> None:
     if hasattr(config, _NAME):
         remedy = (
-            "Enter distamp.autocast or amp.autocast() in place of torch.autocast, or set "
+            "Enter distamp.autocast or amp.autocast() instead of torch.autocast, or set "
             f"torch._functorch.config.{_NAME} = 'off' before the first call."
         )
     else:
@@ -98,7 +99,7 @@ def _warn(what: str) -> None:
             "compilation by torch.compiler.disable."
         )
     message = (
-        f"The backward pass of {what} is compiled in {_dtype_around()}. torch.compile traces a "
+        f"The backward pass of {subject} is compiled in {_dtype_around()}. torch.compile traces a "
         "backward pass in the autocast region in which the compiled function is called. "
         f"{remedy}"
     )
@@ -108,10 +109,10 @@ def _warn(what: str) -> None:
 
 
 def _module_name() -> str:
-    """Return the quoted name of the module being traced, after a blank; "" where torch has none."""
+    """Return the quoted name of the module being traced after a blank, or "" without a name."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    # Some sources have no name, and another torch may keep frames elsewhere.
+    # Some sources have no name, and torch may move its frames. Then the warning has no name.
     with contextlib.suppress(Exception):
         frame: Any = InstructionTranslator.current_tx().output.current_tx
         while frame is not None:
@@ -145,7 +146,7 @@ def _dtype_around() -> torch.dtype | None:
     return None
 
 
-# What torch.compile calls while it traces, instead of tracing it. torch.compiler has a decorator
-# that sets this attribute, which imports the compiler.
-for _function in (warn_of_pin, warn_of_inner_region):
+# torch.compile calls functions with this attribute while it traces. The decorator in
+# torch.compiler that sets the attribute would import the compiler.
+for _function in (warn_of_module, warn_of_inner_region):
     vars(_function)["_dynamo_marked_constant"] = True

@@ -1,7 +1,7 @@
-"""The autocast region: a torch.autocast that can be nested in itself and shared between threads.
+"""The autocast region, which can be nested in itself and shared between threads.
 
-What a region found when it was entered is kept by the entering thread, never on the region, so one
-object may be entered any number of times, by any number of threads.
+The thread that enters a region stores the state to restore, and the region stores none. So threads
+may enter one object any number of times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import clear_autocast_cache, get_autocast_dtype, is_autocast_cache_enabled
-from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -23,19 +22,22 @@ from distamp.autocast.compiled_backward import (
     switch_off_autocast,
     warn_of_inner_region,
 )
-from distamp.autocast.op_lists import OpLists, follow, followed
-from distamp.autocast.suspension import suspends, wrap
-from distamp.autocast.thread_state import local, never_compiled, reentrant_checkpoint
+from distamp.autocast.generators import is_generator_like, wrap_generator_like
+from distamp.autocast.op_kernels import is_exporting, reentrant_checkpoint_id, skip_dynamo
+from distamp.autocast.op_lists import ActiveLists, OpLists, activate_lists, active_lists
+from distamp.autocast.thread_state import ActiveRegion, local
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import ConfigError
 
 __all__ = ["autocast"]
 
+# A user or a test may put distamp's class into torch's namespace, so torch's class is read once.
+_TorchAutocast = torch.amp.autocast_mode.autocast
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class autocast(torchs_autocast):
+class autocast(_TorchAutocast):
     """Run a region in mixed precision, each op in the dtype that autocast's lists give it.
 
     A subclass of :class:`torch.autocast`, a context manager and a decorator. It differs from
@@ -45,11 +47,11 @@ class autocast(torchs_autocast):
       class saves the previous state on the object, and so leaves autocast on, or sets another
       thread's state.
     - A decorated generator or coroutine is outside the region while it is suspended. A ``with``
-      whose body suspends leaks into what the thread runs meanwhile, as torch's does.
-    - A region of another dtype inside a region does not use the outer one's cast weights, and
-      an optimizer's step inside a region drops them.
-    - Leaving a region leaves those that were entered after it and are still open, and restores
-      what it found; leaving one that this thread is not in does nothing.
+      with a body that suspends leaks into the code that the thread runs meanwhile, as torch's does.
+    - A region of another dtype inside a region does not use the cast weights of the outer region,
+      and an optimizer's step inside a region drops them.
+    - Leaving a region also leaves the regions that were entered after it and are still open, and
+      restores the state from before it. Leaving a region that this thread is not in does nothing.
     - ``ops`` changes the op lists for the region.
 
     Args:
@@ -65,8 +67,8 @@ class autocast(torchs_autocast):
         ValueError: ``device_type`` is not a string, or ``cache_enabled`` is not True, False or
             None.
         TypeError: ``dtype`` is not a :class:`torch.dtype`, or ``ops`` not an :class:`OpLists`.
-        ConfigError: On entering with ``ops`` inside a non-strict ``torch.export``; or a listed op
-            runs in torch's reentrant checkpoint, which recomputes without the lists.
+        ConfigError: A region with ``ops`` is entered inside a non-strict ``torch.export``. Or a
+            listed op runs in torch's reentrant checkpoint, which recomputes without the lists.
         RuntimeError: This torch has no autocast for ``device_type``.
 
     Source: torch's page on automatic mixed precision, https://pytorch.org/docs/stable/amp.html.
@@ -76,14 +78,14 @@ class autocast(torchs_autocast):
     fast_dtype: torch.dtype
     ops: OpLists | None
     _enabled: bool
-    _caches: bool
+    _caches_weights: bool
 
     def __new__(cls, *args: Any, ops: OpLists | None = None, **settings: Any) -> Self:
-        """Make a region; in a compiled function, one of torch's."""
-        # torch.compile knows torch's own class by identity, and can break a graph inside it.
+        """Make a region, which is one of torch's class in a compiled function."""
+        # torch.compile knows torch's class by identity, and can break a graph inside it.
         if is_dynamo_compiling() and cls is autocast and ops is None:
             warn_of_inner_region(*args, **settings)
-            return torchs_autocast(*args, **settings)  # type: ignore[return-value]
+            return _TorchAutocast(*args, **settings)  # type: ignore[return-value]
         return object.__new__(cls)
 
     def __init__(
@@ -96,64 +98,82 @@ class autocast(torchs_autocast):
         ops: OpLists | None = None,
     ) -> None:
         if ops is not None and is_dynamo_compiling():
-            # Written out, as torch.compile reads no name here.
+            # torch.compile reads no name of a constant here, so the message is written out.
             torch._dynamo.graph_break(
                 "autocast(..., ops=...) is the thread's, not the graph's. Enter it around the call "
                 "of the compiled function."
             )
         if ops is not None and not isinstance(ops, OpLists):
-            raise TypeError(f"ops must be an OpLists, got {ops!r}; write OpLists(fp32={{...}})")
+            raise TypeError(f"ops must be an OpLists, got {ops!r}. Write OpLists(fp32={{...}}).")
         if cache_enabled not in (True, False, None):
-            raise ValueError(f"cache_enabled must be True, False or None, got {cache_enabled!r}")
+            raise ValueError(f"cache_enabled must be True, False or None, got {cache_enabled!r}.")
         self._enabled = _is_enabled(device_type, dtype, bool(enabled))
         self.device = device_type
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
-        self._caches = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        if cache_enabled is None:
+            cache_enabled = is_autocast_cache_enabled()
+        self._caches_weights = cache_enabled
         self.ops = ops
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]
-        """The cache flag by torch's name; who reads it takes the region for one of torch's.
+        """The cache flag by torch's name, which a region with lists does not have.
 
-        torch.compile does, of a region that it finds entered in a compiled function, and then
-        forgets the lists: so a region with lists has no such attribute.
+        torch.compile reads the attribute of a region that a compiled function enters, treats the
+        region as one of torch's, and would drop the lists.
         """
         if self.ops is not None:
-            raise _not_the_graphs()(
+            raise _lists_in_graph_error()(
                 "autocast(..., ops=...) is the thread's, not the graph's. Enter it around the call "
                 "of the compiled function."
             )
-        return self._caches
+        return self._caches_weights
 
     @property
-    def casts_to(self) -> torch.dtype | None:
-        """The dtype of lower precision ops inside; None where the region is off."""
+    def active_dtype(self) -> torch.dtype | None:
+        """The dtype of lower precision ops inside; None if the region is off."""
         return self.fast_dtype if self._enabled else None
 
     def __enter__(self) -> Self:
-        lists = None
+        outer_lists = None
         if self.ops is not None:
-            _refuse_export()
-            lists = followed(), local.listed_in
-            local.listed_in = reentrant_checkpoint()
-            others = (each for each in lists[0] if each[0] != self.device)
-            follow((*others, (self.device, self.ops)))
-        # torch's cache knows a weight's cast by the weight alone, not by the dtype.
-        drops = self._enabled and _cached_dtype(self.device) is not self.fast_dtype
-        if drops:
+            outer_lists = self._enter_lists(self.ops)
+        # torch's cache finds the cast of a weight by the weight alone, in any dtype.
+        clears_cache = self._enabled and _cached_dtype(self.device) is not self.fast_dtype
+        if clears_cache:
             clear_autocast_cache()
-        torchs: Any = object.__new__(torchs_autocast)  # one for each time it is entered
-        vars(torchs).update(
+        torch_region: Any = object.__new__(_TorchAutocast)
+        vars(torch_region).update(
             device=self.device,
             fast_dtype=self.fast_dtype,
             _enabled=self._enabled,
-            _cache_enabled=self._caches,
+            _cache_enabled=self._caches_weights,
         )
-        torchs.__enter__()
-        # An outer region of this thread has changed torch's setting already.
-        outermost = self._enabled and all(region.casts_to is None for region, *_ in local.regions)
-        local.regions.append((self, torchs, drops, lists, outermost and switch_off_autocast()))
+        torch_region.__enter__()
+        # If an outer region is on, it has changed torch's setting already.
+        is_outermost = self._enabled and not any(
+            entry.region.active_dtype for entry in local.regions
+        )
+        changed_setting = is_outermost and switch_off_autocast()
+        local.regions.append(
+            ActiveRegion(self, torch_region, clears_cache, outer_lists, changed_setting)
+        )
         return self
+
+    def _enter_lists(self, ops: OpLists) -> tuple[ActiveLists, int | None]:
+        """Follow lists on this region's device type; return the lists and checkpoint before."""
+        if is_exporting():
+            raise ConfigError(
+                "torch.export records a region, and its graph has no place for op lists, so it "
+                "would compute by torch's lists. Export without ops=, and enter "
+                "autocast(..., ops=...) around the call of the exported program."
+            )
+        outer_lists = active_lists()
+        outer_checkpoint_id = local.lists_checkpoint_id
+        local.lists_checkpoint_id = reentrant_checkpoint_id()
+        other_devices = [entry for entry in outer_lists if entry[0] != self.device]
+        activate_lists((*other_devices, (self.device, ops)))
+        return outer_lists, outer_checkpoint_id
 
     def __exit__(
         self,
@@ -162,30 +182,24 @@ class autocast(torchs_autocast):
         exc_tb: TracebackType | None,
     ) -> Literal[False]:
         regions = local.regions
-        left = self not in [region for region, *_ in regions]
-        while not left:
-            region, torchs, drops, lists, changed_setting = regions.pop()
-            torchs.__exit__(None, None, None)
-            if changed_setting:
-                restore_setting()
-            if drops:
-                clear_autocast_cache()
-            if lists is not None:
-                local.listed_in = lists[1]
-                follow(lists[0])
-            left = region is self
+        if not any(entry.region is self for entry in regions):
+            return False
+        entry = None
+        while entry is None or entry.region is not self:
+            entry = regions.pop()
+            _undo(entry)
         return False
 
     def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function, or a generator or coroutine function, to run in this region."""
         if not callable(func):
             raise TypeError(
-                f"autocast(...)(func) needs a callable, got {type(func).__name__}; to open a "
-                "region write: with autocast(device_type): ..."
+                f"autocast(...)(func) needs a callable, got {type(func).__name__}. To open a "
+                "region, write with autocast(device_type): ..."
             )
-        if suspends(func):
-            return wrap(lambda: self, func)
-        settings = (self.device, self.fast_dtype, self._enabled, self._caches)
+        if is_generator_like(func):
+            return wrap_generator_like(lambda: self, func)
+        settings = (self.device, self.fast_dtype, self._enabled, self._caches_weights)
 
         @functools.wraps(func)
         def in_region(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -196,73 +210,75 @@ class autocast(torchs_autocast):
         return in_region
 
 
-#: Arguments with which torch's constructor gave no warning when it was last called.
+def _undo(entry: ActiveRegion) -> None:
+    """Restore the state from before the entry of a region."""
+    entry.torch_region.__exit__(None, None, None)
+    if entry.changed_setting:
+        restore_setting()
+    if entry.clears_cache:
+        clear_autocast_cache()
+    if entry.outer_lists is not None:
+        lists, local.lists_checkpoint_id = entry.outer_lists
+        activate_lists(lists)
+
+
+# Arguments with which torch's constructor gave no warning when it was last called.
 _accepted: set[tuple[str, torch.dtype | None]] = set()
 
 
 def _is_enabled(device_type: str, dtype: Any, enabled: bool) -> bool:
     """Return whether torch enables a region of these arguments on this machine, now.
 
-    torch's constructor decides each time. Its answer depends on the devices that it finds, which a
-    test or `preflight` may simulate, and on a backend's module, which may be registered later.
+    torch's constructor decides each time. It depends on the devices that it finds, which a test or
+    `preflight` may simulate, and on a backend's module, which may be registered later.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}.")
     _drop_casts_after_optimizer_steps()
-    there = device_type != "cuda" or torch.cuda.is_available()
-    if not enabled or (there and (device_type, dtype) in _accepted):
-        accepted = _torch_enables(device_type, dtype, enabled)
-        if enabled and not accepted:
-            _accepted.discard((device_type, dtype))
-        return accepted
-    # Only if a warning may come, because this is slow and changes the filters of all threads.
+    arguments = device_type, dtype
+    is_present = device_type != "cuda" or torch.cuda.is_available()
+    if not enabled or (is_present and arguments in _accepted):
+        is_enabled = _torch_enables(device_type, dtype, enabled)
+        if enabled and not is_enabled:
+            _accepted.discard(arguments)
+        return is_enabled
+    # Recording warnings is slow and changes the filters of all threads, so it is done only when
+    # torch may warn.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        accepted = _torch_enables(device_type, dtype, enabled)
+        is_enabled = _torch_enables(device_type, dtype, enabled)
     for warning in caught:
         warnings.warn(str(warning.message), warning.category, stacklevel_of_caller())
     if not caught:
-        _accepted.add((device_type, dtype))
-    return accepted
+        _accepted.add(arguments)
+    return is_enabled
 
 
 def _torch_enables(device_type: str, dtype: torch.dtype | None, enabled: bool) -> bool:
-    return bool(vars(torchs_autocast(device_type, dtype, enabled))["_enabled"])
+    return bool(vars(_TorchAutocast(device_type, dtype, enabled))["_enabled"])
 
 
-# Where a graph breaks, torch.compile would compile these by themselves, with a region for argument.
+# After a graph break, torch.compile would compile these methods with a region as their argument.
 for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
-    never_compiled(_method)
+    skip_dynamo(_method)
 
 
 def _cached_dtype(device_type: str) -> torch.dtype:
-    """Return the dtype of the casts in torch's cache: the innermost enabled region's."""
-    for region, *_ in reversed(local.regions):
-        if region.device == device_type and region.casts_to is not None:
-            return region.casts_to  # type: ignore[no-any-return]
+    """Return the dtype of the casts in torch's cache, which the innermost enabled region made."""
+    for entry in reversed(local.regions):
+        region = entry.region
+        if region.device == device_type and region.active_dtype is not None:
+            return region.active_dtype  # type: ignore[no-any-return]
     return get_autocast_dtype(device_type)
-
-
-def _refuse_export() -> None:
-    """Refuse lists in a non-strict export, whose graph records regions of torch's class."""
-    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-
-    modes = torch.overrides._get_current_function_mode_stack()
-    if any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes):
-        raise ConfigError(
-            "torch.export records a region, and its graph has no place for op lists: it would "
-            "compute by torch's own. Export without ops=, and enter autocast(..., ops=...) around "
-            "the call of the exported program"
-        )
 
 
 @functools.cache
 def _drop_casts_after_optimizer_steps() -> None:
-    """Keep a forward pass after a step in the same region from using casts of the old weights."""
+    """Clear the cache after each optimizer step, because it has casts of the old weights."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: clear_autocast_cache())
 
 
 @functools.cache
-def _not_the_graphs() -> type[Exception]:
-    """What torch.compile takes for its own, and who looks for attributes for a missing one."""
-    return type("NotTheGraphs", (torch._dynamo.exc.Unsupported, AttributeError), {})
+def _lists_in_graph_error() -> type[Exception]:
+    """Return an error that breaks a graph of torch.compile, and that `hasattr` catches."""
+    return type("ListsInGraphError", (torch._dynamo.exc.Unsupported, AttributeError), {})

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from distamp.autocast import OpLists
-from distamp.autocast.op_names import Category
-from distamp.autocast.pin import pin_of
+from distamp.autocast.module_precision import get_module_precision
+from distamp.autocast.op_kernels import CastPolicy
 from distamp.comm_hooks.torch_compat import output_dtype_of
 from distamp.errors import ConfigError
 from distamp.levels.casting import O2_OF, cast_as, check_cast_before, check_frozen
@@ -77,7 +77,7 @@ def check(
 
 
 def _check_ops(level: PrecisionLevel, ops: OpLists | None) -> None:
-    lower = Category.LOWER_PRECISION
+    lower = CastPolicy.LOWER_PRECISION
     found = lower if ops is None else ops.by_op().get("mm", lower)
     if found is not lower:
         raise ConfigError(
@@ -210,7 +210,9 @@ def _check_pins(model: nn.Module, wrapping: Wrapping, pins: Pins) -> None:
     a unit inside of a pinned module casts what it is given.
     """
     fp32 = {module for module, pin in pins.items() if pin.startswith("fp32")}
-    fp32 |= {m for m in model.modules() if (p := pin_of(m)) and p.dtype is torch.float32}
+    fp32 |= {
+        m for m in model.modules() if (p := get_module_precision(m)) and p.dtype is torch.float32
+    }
     units = casting_units(model)
     for module in filter(fp32.__contains__, units):
         inside = {units[each] for each in module.modules()} - {None}

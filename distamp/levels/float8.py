@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distamp.autocast.pin import pin_of
+from distamp.autocast.module_precision import get_module_precision
 from distamp.errors import ConfigError
 from distamp.levels.kept import declared
 from distamp.precision_level import PrecisionLevel
@@ -41,7 +41,7 @@ def float8_layers(model: nn.Module) -> dict[str, str]:
     said: dict[str, str] = {}
     owners = {id(each) for each in declared(model)}
     for name, module in model.named_modules():
-        pin = pin_of(module)
+        pin = get_module_precision(module)
         owned = "declared fp32 by its owner" if id(module) in owners else ""
         around = said.get(name.rpartition(".")[0], "")
         said[name] = f"pinned to {pin.dtype}" if pin is not None else around or owned

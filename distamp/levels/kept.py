@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from distamp.autocast.pin import pin_of, set_module_precision
+from distamp.autocast.module_precision import get_module_precision, set_module_precision
 from distamp.errors import ConfigError
 from distamp.module_names import module_names
 from distamp.precision_level import PrecisionLevel
@@ -132,8 +132,8 @@ def return_model_dtype(model: nn.Module, pins: Container[nn.Module], dtype: torc
         dtype: Of the model.
     """
     for module in _outermost_fp32(model):
-        pin = pin_of(module)
-        if pin is not None and not pin.keep and module in pins:
+        pin = get_module_precision(module)
+        if pin is not None and not pin.keep_output and module in pins:
             module.register_forward_hook(functools.partial(_return_dtype, dtype))
 
 
@@ -146,7 +146,7 @@ def _return_dtype(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 
 def _outermost_fp32(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
     """Yield the modules pinned to float32 that are in no other one."""
-    pin = pin_of(module)
+    pin = get_module_precision(module)
     fp32 = inside if pin is None else pin.dtype is torch.float32
     if fp32 and not inside:
         yield module
@@ -160,14 +160,16 @@ def kept_fp32(model: nn.Module, level: PrecisionLevel) -> set[int]:
     Raises:
         ConfigError: The model as a whole is pinned to float32.
     """
-    if getattr(pin_of(model), "dtype", None) is torch.float32:
+    if getattr(get_module_precision(model), "dtype", None) is torch.float32:
         raise ConfigError(
             f"the model itself is pinned to fp32, and {level.name} casts it to "
             f"{level.param}; take fp32, or set_module_precision(model, None)"
         )
     theirs = declared(model)
     before = {
-        m: _NAMES[p.dtype] + ":keep_output" * p.keep for m in model.modules() if (p := pin_of(m))
+        m: _NAMES[p.dtype] + ":keep_output" * p.keep_output
+        for m in model.modules()
+        if (p := get_module_precision(m))
     }
     owners = {each: "fp32" for each in theirs if isinstance(each, nn.Module)}
     pin_all(model, {**owners, **before}, level.param)
@@ -196,7 +198,7 @@ def own_tensors(*modules: nn.Module) -> Iterator[Tensor]:
 
 def _with_pins(module: nn.Module, fp32: bool = False) -> Iterator[tuple[nn.Module, bool]]:
     """Yield every module, and whether the innermost pin around it is to float32."""
-    pin = pin_of(module)
+    pin = get_module_precision(module)
     fp32 = fp32 if pin is None else pin.dtype is torch.float32
     yield module, fp32
     for child in module.children():

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from distamp.autocast.op_names import schema_of
+from distamp.autocast.op_kernels import schema_of
 from distamp.errors import DistampError
 from distamp.fsdp_params import sharded_params
 from distamp.guard.rank_sync import RankSync

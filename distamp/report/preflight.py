@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
+from distamp.autocast.op_kernels import autocast_key
 from distamp.autocast.op_lists import OpLists
-from distamp.autocast.op_names import autocast_key
 from distamp.autocast.region import autocast
 from distamp.errors import ConfigError
 from distamp.precision_level import LevelLike, PrecisionLevel
@@ -75,7 +75,7 @@ def preflight(
     an index the first (a router sends every token to the first experts). What stops the pass, such
     as code that asks for the device itself, is an error among the findings. Where a device has
     several kernels for one op, the CPU's are shown. The model is as before afterwards.
-    Its op lists stay registered (see :class:`OpLists`): CPU regions are slower in this process.
+    The op lists of another device, which it sets for CPU tensors, are removed when it returns.
 
     Args:
         model: On any device, the meta device too.

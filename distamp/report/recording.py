@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distamp.autocast.pin import pin_of
+from distamp.autocast.module_precision import get_module_precision
 from distamp.report.following import (
     Follower,
     Kernel,
@@ -61,7 +61,11 @@ class _Recorder(Follower):
     def entered(self, module: nn.Module) -> None:
         """Note what decides about the precision of the module that begins."""
         frames = self.frames()
-        pins = [(each.name, pin) for each in frames if (pin := pin_of(each.module)) is not None]
+        pins = [
+            (each.name, pin)
+            for each in frames
+            if (pin := get_module_precision(each.module)) is not None
+        ]
         how = "outside of a region"
         if pins:
             name, pin = pins[-1]

@@ -86,3 +86,24 @@ def test_a_reentrant_one_of_torchs_that_would_recompute_without_the_lists_is_ref
             assert model(x).dtype is FP32
     with autocast("cpu"):  # without lists it is right, and stays
         torchs.checkpoint(model, x, use_reentrant=True).float().sum().backward()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ops", [None, LISTS])
+def test_our_contexts_work_in_a_compiled_function(ops):
+    outcomes = []
+    for compile_it in (False, True):
+        model = block()
+
+        def step(x: Tensor, model: nn.Module = model) -> Tensor:
+            return torchs.checkpoint(
+                model, x, use_reentrant=False, context_fn=checkpoint_context_fn
+            )
+
+        run = torch.compile(step, backend="aot_eager", fullgraph=True) if compile_it else step
+        with autocast("cpu", ops=ops):
+            out = run(X)
+        out.float().square().sum().backward()
+        outcomes.append([out, *(param.grad for param in model.parameters())])
+    torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists
-from distamp.autocast.op_names import Category
+from distamp.autocast.op_kernels import CastPolicy
 from tests.on_ranks import on_ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -114,7 +114,7 @@ def test_every_function_of_torch_stands_for_its_op():
         torch.ops.aten.mm.default: "mm",
     }
     for function, name in functions.items():
-        assert OpLists(fp32={function}, exact=True).by_op() == {name: Category.FP32}
+        assert OpLists(fp32={function}, exact=True).by_op() == {name: CastPolicy.FP32}
 
 
 def test_an_op_has_the_names_that_torch_has_for_it():
@@ -133,7 +133,7 @@ def test_an_op_has_the_names_that_torch_has_for_it():
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"fp32": {"lineer"}}, ValueError, "'lineer'; did you mean 'linear'"),
+        ({"fp32": {"lineer"}}, ValueError, "'lineer'. Did you mean 'linear'"),
         ({"fp32": {"add_"}}, ValueError, "'add'"),
         ({"fp32": {"zeros"}}, ValueError, "'zeros'"),
         ({"fp32": {"transpose"}}, ValueError, "'transpose'"),
@@ -336,8 +336,8 @@ def test_a_custom_op_can_be_listed_once_its_library_is_there():
 def test_lists_are_laid_over_others():
     merged = OpLists.of_torch("cuda") | OpLists(fp32={"linear"}, promote={"exp"})
     found = merged.by_op()
-    assert found["mm"] is found["addmm"] is Category.FP32
-    assert (found["exp"], found["conv2d"]) == (Category.PROMOTE, Category.LOWER_PRECISION)
+    assert found["mm"] is found["addmm"] is CastPolicy.FP32
+    assert (found["exp"], found["conv2d"]) == (CastPolicy.PROMOTE, CastPolicy.LOWER_PRECISION)
     assert merged == merged | merged
     with pytest.raises(TypeError):
         merged | {"linear"}  # type: ignore[operator]

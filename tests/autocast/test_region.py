@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import itertools
 import pickle
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -285,3 +287,52 @@ def test_a_region_that_torch_disables_names_the_line_that_made_it():
     with pytest.warns(UserWarning, match="CUDA is not available") as caught:
         autocast("cuda", FP16)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+#: The arguments of a region, its class, and the dtype of a product inside.
+LAYERS: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
+    "ours": (autocast, {"dtype": FP16}, FP16),
+    "torch's": (torch.autocast, {"dtype": BF16}, BF16),
+    "ours off": (autocast, {"enabled": False}, FP32),
+    "torch's off": (torch.autocast, {"enabled": False}, FP32),
+    "lists": (autocast, {"dtype": BF16, "ops": OpLists(fp32={"erf"})}, BF16),
+    "no lists": (autocast, {"dtype": FP16, "ops": OpLists()}, FP16),
+}
+
+
+def current_dtypes() -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of a product and of an `erf` of bfloat16."""
+    half = X.bfloat16()
+    result = torch.erf(half)
+    return product(), result.dtype
+
+
+def dtypes_inside(names: tuple[str, ...]) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Enter regions in each other; return the dtypes outside and in each of them."""
+    outside = current_dtypes()
+    if not names:
+        return [outside]
+    region_class, arguments, _ = LAYERS[names[0]]
+    with region_class("cpu", **arguments):
+        inside = dtypes_inside(names[1:])
+    assert current_dtypes() == outside
+    return [outside, *inside]
+
+
+def test_regions_of_both_classes_nest_in_every_order():
+    before = AutocastState.capture()
+    state = thread_state()
+    for names in itertools.product(LAYERS, repeat=3):
+        expected = [(FP32, BF16)]
+        is_listed = False
+        for name in names:
+            _, arguments, dtype = LAYERS[name]
+            if "ops" in arguments:
+                is_listed = name == "lists"
+            erf_dtype = BF16
+            if is_listed and dtype is not FP32:
+                erf_dtype = FP32
+            expected.append((dtype, erf_dtype))
+        assert dtypes_inside(names) == expected, names
+    assert AutocastState.capture() == before
+    assert thread_state() == state

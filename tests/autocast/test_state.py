@@ -160,5 +160,5 @@ def test_an_asynchronous_generator_is_refused():
         yield product()
 
     for bind in (autocast("cpu", FP16), AutocastState.wrap):
-        with pytest.raises(TypeError, match="decorate the coroutine that it awaits"):
+        with pytest.raises(TypeError, match="Decorate the coroutine that it awaits"):
             bind(rows)

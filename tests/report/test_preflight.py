@@ -214,7 +214,7 @@ def test_json_has_report_and_findings(tmp_path):
     ("change", "error", "says"),
     [
         ({"model": "gpt"}, TypeError, "got str"),
-        ({"device_type": "cudaa"}, ValueError, "did you mean 'cuda'"),
+        ({"device_type": "cudaa"}, ValueError, "Did you mean 'cuda'"),
         ({"device_type": "tpu"}, ValueError, "'tpu'"),
         ({"level": "float16"}, ValueError, "Did you mean 'fp16'"),
         ({"level": "fp32"}, ValueError, "fp32 is not one of its levels"),
