@@ -1,12 +1,13 @@
-"""Measure a plain region after op lists have come and gone, relative to the time before.
+"""Measure regions with op lists, and plain regions while lists exist and after they are gone.
 
     OMP_NUM_THREADS=1 python -m benchmarks.autocast_lists [--rounds 100]
 
-Every op is called in a plain region of torch: before a list has it, while a list has it, and
-after the list is gone. An op that is never listed runs in turn with it, and each time is
-divided by the time of that op, so that a busy machine slows both. The ratios compare the quotients
-with the quotients of the first phase. The column `before` repeats the first phase and shows the
-spread of the machine.
+Every op is called in a plain region of torch before a list has it. Then it is called in a region
+with lists of another op, in a region with lists that have the op, in a plain region while these
+lists exist, and in a plain region after they are gone. An op that is never listed runs in turn with
+it in a plain region, and each time is divided by the time of that op, so that a busy machine slows
+both. The ratios compare the quotients with the quotients of the first phase. The column
+`plain, again` repeats the first phase and shows the spread of the machine.
 """
 
 import time
@@ -28,46 +29,66 @@ OPS: dict[str, Callable[[], Tensor]] = {
     "linear": lambda: F.linear(FULL, FULL),
 }
 CALLS = 500
+MICROSECONDS = 1e6 / CALLS
 
 
-def time_in_region(call: Callable[[], Tensor]) -> Callable[[], object]:
-    """Return a function that runs an op in a plain region of torch."""
+Times = tuple[list[float], list[float]]
+
+
+def measure(region: torch.autocast, call: Callable[[], Tensor], rounds: int) -> Times:
+    """Return the times of an op in a region, and their quotients by the times of a control.
+
+    The control is an op in a plain region that no list has.
+    """
 
     def run() -> None:
-        with torch.autocast("cpu"):
+        with region:
             timeit.timeit(call, number=CALLS)
 
-    return run
+    def run_control() -> None:
+        with torch.autocast("cpu"):
+            timeit.timeit(lambda: torch.erf(HALF), number=CALLS)
 
-
-def measure(run: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
-    """Return the times of an op, and their quotients by the times of an op that is never listed."""
-    control = time_in_region(lambda: torch.erf(HALF))
-    times = interleave({"op": run, "control": control}, rounds, clock=time.thread_time)
-    quotients = [op / erf for op, erf in zip(times["op"], times["control"], strict=True)]
+    times = interleave({"op": run, "control": run_control}, rounds, clock=time.thread_time)
+    quotients = []
+    for op_time, control_time in zip(times["op"], times["control"], strict=True):
+        quotients.append(op_time / control_time)
+    quotients.sort()
     return times["op"], quotients
+
+
+def measure_phases(name: str, call: Callable[[], Tensor], rounds: int) -> list[str]:
+    """Return the row of an op, whose lists end with this function."""
+    plain = torch.autocast("cpu")
+    times, first = measure(plain, call, rounds)
+    row = [name, median(times, MICROSECONDS)]
+    _, again = measure(plain, call, rounds)
+    row.append(ratio(again, first))
+    other_lists = OpLists(fp32={"tanh"})
+    region = autocast("cpu", ops=other_lists)
+    _, unlisted = measure(region, call, rounds)
+    row.append(ratio(unlisted, first))
+    lists = OpLists(fp32={name})
+    region = autocast("cpu", ops=lists)
+    _, listed = measure(region, call, rounds)
+    row.append(ratio(listed, first))
+    _, meanwhile = measure(plain, call, rounds)
+    row.append(ratio(meanwhile, first))
+    del lists, region
+    _, gone = measure(plain, call, rounds)
+    row.append(ratio(gone, first))
+    return row
 
 
 def main(*, rounds: int = 100) -> None:
     """Compare an op in a plain region before, under and after lists in one process."""
     rows = []
     for name, call in OPS.items():
-        run = time_in_region(call)
-        times, first = measure(run, rounds)
-        _, again = measure(run, rounds)
-        lists = OpLists(fp32={name})
-        with autocast("cpu", ops=lists):
-            call()
-        _, listed = measure(run, rounds)
-        del lists
-        _, gone = measure(run, rounds)
-        row = [name, median(times, 1e6 / CALLS)]
-        first.sort()
-        for phase in (again, listed, gone):
-            phase.sort()
-            row.append(ratio(phase, first))
+        row = measure_phases(name, call, rounds)
         rows.append(row)
-    table(["op", "torch's, us", "before", "while a list has it", "after the list is gone"], rows)
+    columns = ["op", "plain region, us", "plain, again", "lists of another op", "lists with the op"]
+    columns += ["plain, while lists have it", "plain, after the lists"]
+    table(columns, rows)
 
 
 if __name__ == "__main__":
