@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.comm_hooks_lanes --hosts 16 --ranks 8 --gbit 400
 
-`Exchange.average` runs as it is; streams, communicators and kernels advance clocks instead of doing
-anything. A communicator carries one collective at a time, and one link carries the messages between
-hosts; kernels of two streams run beside each other. Once each lane and level has a communicator of
-its own, as it is; once lanes share one of a level; and once there is one lane.
+`CompressedCollectives.all_reduce_mean` runs unchanged. Streams, communicators and kernels advance
+clocks and do nothing else. A communicator carries one collective at a time, and one link carries
+the messages between hosts. Kernels of two streams run at the same time. The rows are a communicator
+for each lane and level, as hooks have it, a communicator for each level, and a single lane.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.common import command
 from distamp.comm_hooks import COMM_FORMATS
-from distamp.comm_hooks import exchange as exchanges
 from distamp.comm_hooks import transport as transports
-from distamp.comm_hooks.formats import Feedback
-from distamp.comm_hooks.hosts import Hosts
+from distamp.comm_hooks.collectives import BlockSlice, CompressedCollectives
+from distamp.comm_hooks.residuals import Residual
 from distamp.comm_hooks.stats import HookStats
+from distamp.comm_hooks.topology import Topology
 
 META, BUCKETS = torch.device("meta"), 40
 # Of fp32 values; and, in bytes in a microsecond and microseconds, what a card can do.
@@ -34,6 +34,10 @@ class Nothing:
     """A stream, communicator, work, future or kernel that takes no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> "Nothing":
+        """Take no time."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return self._nothing
@@ -56,29 +60,39 @@ def imagined(
     communicator: Any = Nothing,
     stream: Any = Nothing,
     kernels: Any = None,
-    lanes: int = transports.LANES,
+    lanes: int = transports.NUM_SLOTS,
 ) -> Iterator[Callable[[], object]]:
     """Yield what averages a bucket of 25 MiB between hosts of so many ranks, on no device."""
-    places = [[host * ranks + each for each in range(ranks)] for host in range(hosts)]
+    ranks_by_host = [[host * ranks + local for local in range(ranks)] for host in range(hosts)]
+    nothing = Nothing()
+    stage = getattr(kernels, "stage", nothing)
+    encode = getattr(kernels, "encode", nothing)
+    encode_mean = getattr(kernels, "encode_mean", nothing)
+    decode = getattr(kernels, "decode", nothing)
     group = mock.Mock(rank=lambda: 0, size=lambda: hosts * ranks)
     with (
-        mock.patch.object(transports, "LANES", lanes),
+        mock.patch.object(transports, "NUM_SLOTS", lanes),
         mock.patch.object(transports, "Future", Nothing),
-        mock.patch.object(transports.torch_compat, "new_communicator", communicator),
-        mock.patch.object(exchanges, "formats", kernels or Nothing()),
+        mock.patch.object(transports.torch_private, "new_communicator", communicator),
+        mock.patch.object(BlockSlice, "copy_in", stage),
+        mock.patch.object(CompressedCollectives, "_encode_rows", encode),
+        mock.patch.object(CompressedCollectives, "_encode_mean", encode_mean),
+        mock.patch.object(CompressedCollectives, "_decode", decode),
         mock.patch.object(torch, "Stream", stream),
         mock.patch.object(torch.accelerator, "current_stream", Nothing),
         mock.patch.object(torch.Tensor, "record_stream", Nothing),
     ):
-        table = Hosts(iter(["name"]), places, "two levels")
-        exchange = exchanges.Exchange(table, group, META, HookStats())
-        values, form = torch.empty(NUMEL, device=META), COMM_FORMATS[wire]
-        fed = torch.empty(3, device=META)
-        feedback = [Feedback(fed, fed)] * 2 if form.needs_error_feedback else []
+        topology = Topology(0, ranks_by_host, "two levels", iter(["name"]))
+        collectives = CompressedCollectives(topology, group, META, HookStats())
+        values = torch.empty(NUMEL, device=META)
+        form = COMM_FORMATS[wire]
+        residual = Residual.from_values(torch.empty(256, device=META))
+        residuals = [residual] * 2 if form.needs_error_feedback else []
 
         def average() -> None:
-            plan = exchange.plan("buckets", form, [NUMEL], 4)
-            exchange.average(values, form, plan, hosts * ranks, feedback)  # type: ignore[arg-type]
+            layout = collectives.layout_for("buckets", form, [NUMEL], 4)
+            assert layout is not None
+            collectives.all_reduce_mean(values, form, layout, hosts * ranks, residuals)
 
         yield average
 
@@ -169,7 +183,10 @@ def microseconds(
 
     share = 4 * NUMEL / ranks
     kernels = SimpleNamespace(
-        encode=runs(share * (ranks + 0.25)), sum_encode=runs(share), decode=runs(4 * NUMEL * 1.25)
+        stage=runs(8 * NUMEL),
+        encode=runs(share * (ranks + 0.25)),
+        encode_mean=runs(share),
+        decode=runs(4 * NUMEL * 1.25),
     )
     how: Any = {"communicator": communicator, "kernels": kernels, "lanes": lanes}
     how["stream"] = lambda *_, **__: Stream(device)

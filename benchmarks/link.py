@@ -72,7 +72,7 @@ def make_ways(bucket: Tensor) -> dict[str, Callable[[], object]]:
             layer = nn.Linear(bucket.numel(), 1, bias=False, device=bucket.device)
             model = DistributedDataParallel(layer)
             hook = comm_hooks.register_comm_hook(model, name, ranks_per_host=ranks_per_host)
-            average = functools.partial(hook.average, bucket, [layer.weight])
+            average = functools.partial(hook.all_reduce_mean, bucket, [layer.weight])
             if not hook.stats().left_off:
                 ways[name + level] = lambda average=average: average().wait()
             if hook.stats().levels.startswith("one level"):

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.wire_cost [--elements 6553600] [--rounds 40]
     python -m benchmarks.wire_cost --device cuda
 
-A gradient bucket of 25 MiB, in memory of the caller's own on both sides; the encoding divides by 8
-as well. On a CPU one thread's processor time stands beside that of ``.half()`` and ``.float()``, on
-a GPU the bytes that encoding and decoding move in a second beside those of a copy.
+A gradient bucket of 25 MiB in blocks. On a CPU one thread's processor time stands beside that of
+``.half()`` and ``.float()``, on a GPU the bytes that encoding and decoding move in a second beside
+those of a copy.
 """
 
 import statistics
@@ -16,26 +16,38 @@ from typing import Literal
 import torch
 
 from benchmarks.common import command, interleave, median, ratio, table
-from distamp.comm_hooks import COMM_FORMATS, CommFormat, formats
-from distamp.comm_hooks.formats import BLOCK, Places, Source
+from distamp.comm_hooks import COMM_FORMATS, CommFormat
+from distamp.comm_hooks.collectives import CPU_CHUNK_BLOCKS, count_blocks
+from distamp.comm_hooks.formats import BLOCK_NUMEL
 
 COPY = "copy"
 
 
 def calls_of(wire: CommFormat, values: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return what encodes, decodes, and adds two ranks' rows, in one format."""
-    numel = values.numel()
-    padded = -(-numel // BLOCK) * BLOCK
-    places = Places(padded, [(0, 0, numel)])
-    pair = torch.zeros(2, wire.row_bytes(padded), dtype=torch.uint8, device=values.device)
-    sent, out, none = pair[:1], torch.empty_like(values), values.view(1, -1)[:0]
-    source = Source(values, none, places, 1, 0.125)
-    adding = source._replace(places=Places(padded, places.runs, (0, 0)), own=0)
-    return {
-        "encode": lambda: formats.encode(wire, source, sent),
-        "decode": lambda: formats.decode(wire, sent, places, out),
-        "add": lambda: formats.sum_rows(wire, adding, pair, out),
-    }
+    """Return functions that encode, decode and add all elements in one format."""
+    blocks = values.view(-1, BLOCK_NUMEL)
+    out = torch.empty_like(blocks)
+    # A CPU encodes chunks that fit into its cache, as hooks do.
+    size = CPU_CHUNK_BLOCKS if values.device.type == "cpu" else count_blocks(values.numel())
+    chunks = []
+    for source, target in zip(blocks.split(size), out.split(size), strict=True):
+        nbytes = wire.row_bytes(source.numel())
+        data = torch.zeros(nbytes, dtype=torch.uint8, device=values.device)
+        chunks.append((source, data, target))
+
+    def encode() -> None:
+        for source, data, _ in chunks:
+            wire.encode(source, data)
+
+    def decode() -> None:
+        for _, data, target in chunks:
+            wire.decode(data, target)
+
+    def add() -> None:
+        for _, data, target in chunks:
+            wire.decode(data, target, accumulate=True)
+
+    return {"encode": encode, "decode": decode, "add": add}
 
 
 def main(
@@ -62,7 +74,7 @@ def main(
         row = wire.row_bytes(elements)
         for what, call in calls_of(wire, values).items():
             contenders[f"{wire.name} {what}"] = call
-            moved[f"{wire.name} {what}"] = 4 * elements + row * (2 if what == "add" else 1)
+            moved[f"{wire.name} {what}"] = row + 4 * elements * (2 if what == "add" else 1)
     clock = time.perf_counter if gpu else time.thread_time
     times = interleave(contenders, rounds, warmup=5, clock=clock)
     rates = {name: [moved[name] / each for each in times[name]] for name in contenders}

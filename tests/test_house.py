@@ -23,7 +23,7 @@ PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
 FOUNDATION = {"callers", "error_text", "errors", "module_names", "observers", "precision_level"}
-GRADIENTS = {"device_utils", "fsdp_params", "grads", "optim_utils"}
+GRADIENTS = {"device_utils", "fsdp_params", "fsdp_unit", "grads", "optim_utils"}
 ROOMS: dict[str, set[str]] = {
     "error_text": set(),
     "errors": set(),
@@ -34,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
     # Gradients, from parameters to local tensors: what a scaler and masters stand on.
     "device_utils": set(),
     "process_group": {"errors", "device_utils"},
+    "fsdp_unit": set(),
     "fsdp_params": {"errors"},
     "grads": {"device_utils"},
     "optim_utils": {"grads"},
@@ -43,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {*FOUNDATION, "autocast", "process_group", "guard", "masters", *GRADIENTS},
     "guard": {*FOUNDATION, *GRADIENTS, "process_group", "clip_grad"},
     "scaler": {*FOUNDATION, *GRADIENTS, "process_group", "clip_grad", "guard", "masters"},
-    "comm_hooks": {*FOUNDATION, "device_utils", "fsdp_params"},
+    "comm_hooks": {*FOUNDATION, "device_utils", "fsdp_params", "fsdp_unit"},
     # The documents' other spellings, thin modules over the rooms.
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},
@@ -115,7 +116,8 @@ def _room(module: str) -> str:
 
 def _wrong_imports(module: str, tree: ast.AST) -> list[str]:
     """What this module imports and should not, one line each."""
-    room, wrong = _room(module), []
+    room = _room(module)
+    wrong = []
     elsewhere = {"torch", *sys.stdlib_module_names, *OPTIONAL, *TRAINERS_OF.get(room, set())}
     for name in (name for node in ast.walk(tree) for name in _targets(node)):
         top, target = name.split(".")[0], _room(name)

@@ -1,27 +1,27 @@
-"""The wire formats, and their arithmetic in torch's ops, which run on every device.
+"""Formats of gradients in messages, with their arithmetic in torch's operations for every device.
 
-A row of a message has whole blocks of 256 elements. `fp16` and `int8` send first the unit of every
-block, as a bfloat16, then the elements in multiples of their block's unit; `bf16` sends elements
-alone.
+A format encodes blocks of 256 fp32 elements. `fp16` and `int8` send a scale for each block, as a
+bfloat16, and the elements as multiples of the scale. `bf16` sends elements alone.
 
 ======  ==============  =====================================================
-name    unit            inf and NaN
+name    scale           inf and NaN
 ======  ==============  =====================================================
-fp16    power of two    as they are; the block's others as if these were 0
-bf16    none            as they are
-int8    amax / 127      the whole block is NaN
+fp16    power of two    arrive unchanged, and the block's scale ignores them
+bf16    none            arrive unchanged
+int8    amax / 127      the whole block arrives as NaN
 ======  ==============  =====================================================
 
-Units are at least 2^-126, the smallest normal fp32, and no finite value is read back as inf by fp16
-and int8. Elements are multiplied by the inverse of the divisor, added up and rounded in fp32, each
-operation by itself, so that all devices come to the same bits.
+A scale is at least 2^-126, the smallest normal fp32, and `fp16` and `int8` decode no finite element
+as inf. Every operation rounds once, in fp32, so that all devices compute the same bits.
+
+To add a format, write a subclass of `CommFormat` and add an instance to ``_FORMATS``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -29,102 +29,234 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "BLOCK",
+    "BLOCK_NUMEL",
     "COMM_FORMATS",
+    "CastFormat",
     "CommFormat",
-    "Feedback",
-    "Places",
-    "Source",
-    "as_it_is",
-    "checked_format",
+    "Fp16Blocks",
+    "Int8Blocks",
+    "check_format",
     "comm_format",
-    "decode",
-    "encode",
-    "sum_encode",
-    "sum_rows",
+    "uncompressed",
 ]
 
-BLOCK = 256
+BLOCK_NUMEL = 256
 FP32_MAX = torch.finfo(torch.float32).max
-EXPONENT = 0x7F800000
-LEAST_UNIT = 1 << 23
-# Elements worked on at a time on a host: they fit a cache, and calls do not show.
-PIECE = 1 << 19
+EXPONENT_MASK = 0x7F800000
+# The bits of 2^-126 in fp32.
+MIN_SCALE_BITS = 1 << 23
+SCALE_BYTES = torch.bfloat16.itemsize
+# A message aligns its elements to so many bytes.
+ALIGNMENT = 16
 
 
-@dataclass(frozen=True)
-class CommFormat:
-    """How gradients travel.
+class CommFormat(ABC):
+    """A format of gradients in messages.
 
-    Args:
-        name: What `register` calls it.
-        payload: dtype of an element on the wire.
-        top: The largest payload of a format with units; 0 for a format without.
-        limit: Finite magnitudes above are sent as this, lest they are read back as inf.
+    Attributes:
+        name: The name that `register_comm_hook` takes.
+        payload: dtype of an element in a message.
+        has_scales: Whether a message has a scale for each block.
+        needs_error_feedback: Whether the rounding error is too large to be dropped at every step.
     """
 
     name: str
     payload: torch.dtype
-    top: int = 0
-    limit: float = FP32_MAX
+    has_scales: bool = False
+    needs_error_feedback: bool = False
+
+    @abstractmethod
+    def encode(self, blocks: Tensor, out: Tensor) -> None:
+        """Encode blocks, which this does not change.
+
+        Args:
+            blocks: fp32 (n, 256).
+            out: uint8, of `row_bytes` for n blocks.
+        """
+
+    @abstractmethod
+    def decode(self, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        """Decode blocks.
+
+        Args:
+            data: uint8 that `encode` has written.
+            out: fp32 (n, 256).
+            accumulate: Whether the blocks are added to ``out``. If not, they replace it.
+        """
 
     @property
-    def encodes(self) -> bool:
-        """Whether it is one of `COMM_FORMATS`; others stand for gradients as they are."""
+    def is_compressed(self) -> bool:
+        """Whether this is a format of `COMM_FORMATS`, and not that of uncompressed gradients."""
         return self.name in COMM_FORMATS
-
-    @property
-    def needs_error_feedback(self) -> bool:
-        """Whether its error is too large to be dropped at every step."""
-        return self.payload is torch.int8
 
     @property
     def block_bytes(self) -> int:
         """Bytes of 256 elements."""
-        return BLOCK * self.payload.itemsize + (2 if self.top else 0)
+        scale_bytes = SCALE_BYTES if self.has_scales else 0
+        return BLOCK_NUMEL * self.payload.itemsize + scale_bytes
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of that dtype are fewer bytes on the wire."""
-        return self.block_bytes < BLOCK * dtype.to_real().itemsize
-
-    def payload_start(self, numel: int) -> int:
-        """Return the byte at which the elements of a row begin; a multiple of 16."""
-        return -(-numel // BLOCK * 2 // 16) * 16 if self.top else 0
+        """Return whether gradients of a dtype take fewer bytes in this format."""
+        return self.block_bytes < BLOCK_NUMEL * dtype.to_real().itemsize
 
     def row_bytes(self, numel: int) -> int:
-        """Return the bytes of a row of ``numel`` elements, which are whole blocks."""
-        return self.payload_start(numel) + numel * self.payload.itemsize
+        """Return the bytes of ``numel`` elements, a multiple of 256, that are encoded together."""
+        return self._payload_start(numel // BLOCK_NUMEL) + numel * self.payload.itemsize
 
-    def views(self, rows: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return units, bfloat16 (rows, blocks), and payloads (rows, blocks, 256), of uint8 rows.
+    def split(self, data: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Return views of the scales and the elements of encoded blocks.
 
-        Of a format without units the first is empty.
+        Args:
+            data: uint8, of `row_bytes`.
+            num_blocks: The number of blocks.
+
+        Returns:
+            bfloat16 (n,), or (0,) if the format has no scales, and the payload's dtype (n, 256).
         """
-        start, blocks = self.payload_start(numel), numel // BLOCK
-        units = rows[:, : 2 * blocks if self.top else 0].view(torch.bfloat16)
-        payload = rows[:, start : start + numel * self.payload.itemsize].view(self.payload)
-        return units, payload.unflatten(1, (blocks, BLOCK))
+        scales = data[: num_blocks * SCALE_BYTES if self.has_scales else 0]
+        payload = data[self._payload_start(num_blocks) :]
+        return scales.view(torch.bfloat16), payload.view(self.payload).view(-1, BLOCK_NUMEL)
+
+    def _payload_start(self, num_blocks: int) -> int:
+        if not self.has_scales:
+            return 0
+        return -(-num_blocks * SCALE_BYTES // ALIGNMENT) * ALIGNMENT
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.name))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
 
 
-COMM_FORMATS: Mapping[str, CommFormat] = MappingProxyType(
-    {
-        "fp16": CommFormat("fp16", torch.float16, 1 << 15, FP32_MAX * (1 - 2.0**-11)),
-        "bf16": CommFormat("bf16", torch.bfloat16),
-        "int8": CommFormat("int8", torch.int8, 127, FP32_MAX * (1 - 1 / 127)),
-    }
-)
+class CastFormat(CommFormat):
+    """Elements in another dtype, without scales."""
+
+    def __init__(self, name: str, payload: torch.dtype) -> None:
+        self.name = name
+        self.payload = payload
+
+    def encode(self, blocks: Tensor, out: Tensor) -> None:  # noqa: D102
+        _, payload = self.split(out, len(blocks))
+        payload.copy_(blocks)
+
+    def decode(self, data: Tensor, out: Tensor, accumulate: bool = False) -> None:  # noqa: D102
+        _, payload = self.split(data, len(out))
+        if accumulate:
+            out.add_(payload.to(torch.float32))
+        else:
+            out.copy_(payload)
 
 
-def as_it_is(dtype: torch.dtype) -> CommFormat:
-    """Return what stands for gradients that are sent in their own dtype."""
-    return CommFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
+class ScaledFormat(CommFormat):
+    """Elements as multiples of the scale of their block."""
+
+    has_scales = True
+
+    def decode(self, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        scales, payload = self.split(data, len(out))
+        elements = payload.to(torch.float32) if accumulate else out.copy_(payload)
+        elements.mul_(scales.to(torch.float32).unsqueeze(1))
+        if accumulate:
+            out.add_(elements)
+
+
+class Fp16Blocks(ScaledFormat):
+    """fp16 with an exponent for each block."""
+
+    name = "fp16"
+    payload = torch.float16
+    # The magnitude of a larger element would be decoded as inf.
+    clip_max = FP32_MAX * (1 - 2.0**-11)
+
+    def encode(self, blocks: Tensor, out: Tensor) -> None:  # noqa: D102
+        scales, payload = self.split(out, len(blocks))
+        finite, amax, nonfinite = clip_to_finite(blocks, self.clip_max)
+        # The power of two by which amax becomes a number in [2^14, 2^15).
+        exponent = (amax.view(torch.int32) & EXPONENT_MASK) - (14 << 23)
+        scale = scale_from_bits(exponent)
+        multiples = finite * scale.reciprocal().unsqueeze(1)
+        if nonfinite is not None:
+            multiples = torch.where(nonfinite, blocks, multiples)
+        scales.copy_(scale)
+        payload.copy_(multiples)
+
+
+class Int8Blocks(ScaledFormat):
+    """int8 with a scale for each block."""
+
+    name = "int8"
+    payload = torch.int8
+    needs_error_feedback = True
+    # The magnitude of a larger element would be decoded as inf.
+    clip_max = FP32_MAX * (1 - 1 / 127)
+
+    def encode(self, blocks: Tensor, out: Tensor) -> None:  # noqa: D102
+        scales, payload = self.split(out, len(blocks))
+        finite, amax, nonfinite = clip_to_finite(blocks, self.clip_max)
+        # The scale is rounded upwards to a bfloat16, so that no multiple exceeds 127.
+        bits = (amax * (1 / 127)).view(torch.int32) + 0xFFFF & -0x10000
+        scale = scale_from_bits(bits)
+        multiples = (finite * scale.reciprocal().unsqueeze(1)).round_()
+        if nonfinite is not None:
+            spoilt = nonfinite.any(1)
+            scale = torch.where(spoilt, math.nan, scale)
+            multiples.masked_fill_(spoilt.unsqueeze(1), 0.0)
+        scales.copy_(scale)
+        payload.copy_(multiples)
+
+
+class ClippedBlocks(NamedTuple):
+    """Blocks without inf and NaN.
+
+    Attributes:
+        finite: fp32 (n, 256), with zeros in the place of inf and NaN.
+        amax: fp32 (n,), the largest magnitude of each block.
+        nonfinite: bool (n, 256), where the blocks have inf or NaN, or None if they have none.
+    """
+
+    finite: Tensor
+    amax: Tensor
+    nonfinite: Tensor | None
+
+
+def clip_to_finite(blocks: Tensor, clip_max: float) -> ClippedBlocks:
+    """Replace inf and NaN in blocks by zeros, and clip finite elements to ``clip_max``."""
+    amax = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
+    # Reading the result from a GPU would synchronise with it, so there the mask is always made.
+    if blocks.device.type == "cpu" and bool((amax <= clip_max).all()):
+        return ClippedBlocks(blocks, amax, None)
+    nonfinite = ~blocks.isfinite()
+    finite = torch.where(nonfinite, 0.0, blocks).clamp_(-clip_max, clip_max)
+    return ClippedBlocks(finite, finite.abs().amax(1), nonfinite)
+
+
+def scale_from_bits(bits: Tensor) -> Tensor:
+    """Return scales, fp32 but exact in bfloat16, from the bits of fp32 numbers."""
+    return bits.clamp(min=MIN_SCALE_BITS).view(torch.float32)
+
+
+_FORMATS: dict[str, CommFormat] = {
+    "fp16": Fp16Blocks(),
+    "bf16": CastFormat("bf16", torch.bfloat16),
+    "int8": Int8Blocks(),
+}
+COMM_FORMATS: Mapping[str, CommFormat] = MappingProxyType(_FORMATS)
+
+
+def uncompressed(dtype: torch.dtype) -> CommFormat:
+    """Return the format of gradients that are sent in their own dtype."""
+    return CastFormat("fp32" if dtype is torch.float32 else str(dtype)[6:], dtype)
 
 
 def comm_format(name: str) -> CommFormat:
-    """Return the format of that name.
+    """Return the format of a name.
 
     Raises:
-        ValueError: There is none; the message names the choices.
+        ValueError: There is none. The message lists the formats.
     """
     if name not in COMM_FORMATS:
         raise ValueError(
@@ -133,262 +265,17 @@ def comm_format(name: str) -> CommFormat:
     return COMM_FORMATS[name]
 
 
-def checked_format(wire: str | CommFormat) -> CommFormat:
-    """Return a format that this library can encode, or one that stands for uncompressed gradients.
+def check_format(format: str | CommFormat) -> CommFormat:
+    """Return a format that hooks can encode, or the format of uncompressed gradients.
 
     Raises:
-        ValueError: There is no arithmetic for the format.
+        ValueError: The format is not in the table.
     """
-    if not isinstance(wire, CommFormat):
-        return comm_format(wire)
-    if wire in (*COMM_FORMATS.values(), as_it_is(wire.payload)):
-        return wire
+    if not isinstance(format, CommFormat):
+        return comm_format(format)
+    if format in (*COMM_FORMATS.values(), uncompressed(format.payload)):
+        return format
     raise ValueError(
-        f"{wire} is not one of COMM_FORMATS, and the library has no arithmetic to encode it. Give "
-        f"the name of a format: {', '.join(COMM_FORMATS)}"
+        f"{format!r} is not one of COMM_FORMATS, and hooks send no format from outside of the "
+        f"library. Pass the name of a format: {', '.join(COMM_FORMATS)}."
     )
-
-
-class Places:
-    """Where encoded elements lie in a flat tensor: the same pattern once for each offset.
-
-    Args:
-        numel: Encoded elements of one pattern, whole blocks. What no run has are zeros.
-        runs: (first element of the pattern, first in the tensor, length) of what is contiguous in
-            both; each begins with a block.
-        offsets: Where in the tensor each pattern begins.
-    """
-
-    def __init__(
-        self, numel: int, runs: Sequence[tuple[int, int, int]], offsets: Sequence[int] = (0,)
-    ) -> None:
-        self._pattern, self.runs, self.offsets = numel, runs, offsets
-        self.numel = numel * len(offsets)
-
-    def inside(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield what of the encoded elements ``first`` to ``stop`` there is, as in ``runs``."""
-        for index in range(first // self._pattern, -(-stop // self._pattern)):
-            before = index * self._pattern
-            for begin, flat, length in self.runs:
-                start, end = max(first - before, begin), min(stop - before, begin + length)
-                if start < end:
-                    at = self.offsets[index] + flat + start - begin
-                    yield before + start, at, end - start
-
-
-class Source(NamedTuple):
-    """What the ranks of this host give: the sum of all, each times the inverse of the divisor.
-
-    Args:
-        values: 1-D, of any floating dtype.
-        others: (some, elements of ``values``): more of them, of the same dtype.
-        places: Where the rows, one after another, lie in these.
-        own: The row that this rank adds up. It is sent to nobody, so it is added as it is.
-        inverse: The inverse of the divisor.
-    """
-
-    values: Tensor
-    others: Tensor
-    places: Places
-    own: int
-    inverse: float
-
-
-class Feedback(NamedTuple):
-    """The rounding error of an earlier exchange of the same elements, which this one replaces.
-
-    Args:
-        residual: fp32, an element for each of the rows; in unscaled units; written in place. The
-            residual of a block of zeros waits: nobody would read what is sent of a parameter that
-            was not used.
-        written: bool, an element for each block; set to True where its residual is written.
-        scale: fp32 (2,): the loss scale that the values were multiplied by, and its reciprocal.
-    """
-
-    residual: Tensor
-    written: Tensor
-    scale: Tensor
-
-    def part(self, start: int, length: int) -> Feedback:
-        """Return the feedback of some of the elements, which are whole blocks."""
-        stop = start + length
-        written = self.written[start // BLOCK : stop // BLOCK]
-        return Feedback(self.residual[start:stop], written, self.scale)
-
-
-def encode(wire: CommFormat, source: Source, out: Tensor, feedback: Feedback | None = None) -> None:
-    """Write all rows of a source but its own.
-
-    Args:
-        wire: The format.
-        source: What is written.
-        out: uint8 (rows, bytes of a row).
-        feedback: Of a format that needs it.
-    """
-    numel = source.places.numel // len(out)
-    for row in range(len(out)):
-        for start, stop, total, spare in _pieces(numel, out.device) if row != source.own else ():
-            first = row * numel + start
-            _load(source, first, total, spare)
-            fed = feedback and feedback.part(first, stop - start)
-            _write(wire, total, spare, _piece(wire, out[row], numel, start, stop), fed)
-
-
-def sum_encode(
-    wire: CommFormat,
-    source: Source,
-    given: Tensor,
-    out: Tensor,
-    feedback: Feedback | None = None,
-) -> None:
-    """Write the sum of a source's own row and of what the others sent of it.
-
-    Args:
-        wire: The format.
-        source: This rank's part.
-        given: uint8 (rows, bytes of a row), of which the source's own is not read.
-        out: uint8 (1, bytes of a row).
-        feedback: Of a format that needs it.
-    """
-    numel = source.places.numel // len(given)
-    for start, stop, total, spare in _pieces(numel, out.device):
-        _sum(wire, source, given, start, total, spare)
-        fed = feedback and feedback.part(start, stop - start)
-        _write(wire, total, spare, _piece(wire, out, numel, start, stop), fed)
-
-
-def sum_rows(wire: CommFormat, source: Source, given: Tensor, out: Tensor) -> None:
-    """Write the same sum as it is; rows are patterns, and lie in ``out``, 1-D, at no offset."""
-    numel, offset = source.places.numel // len(given), source.places.offsets[source.own]
-    row = source.own * numel
-    for start, stop, total, spare in _pieces(numel, out.device):
-        _sum(wire, source, given, start, total, spare)
-        for begin, flat, length in source.places.inside(row + start, row + stop):
-            out[flat - offset :][:length].copy_(total[begin - row - start :][:length])
-
-
-def decode(wire: CommFormat, given: Tensor, places: Places, out: Tensor) -> None:
-    """Write what rows, uint8 (rows, bytes of a row), say to where they lie in ``out``."""
-    numel = places.numel // len(given)
-    for row in range(len(given)):
-        for start, stop, total, _ in _pieces(numel, out.device):
-            _read(wire, _piece(wire, given[row], numel, start, stop), total)
-            first = row * numel + start
-            for begin, flat, length in places.inside(first, first + stop - start):
-                out[flat : flat + length].copy_(total[begin - first :][:length])
-
-
-def _pieces(numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Yield pieces of a row: first element, end, and memory for its elements, twice.
-
-    On a device there is one.
-    """
-    size = min(PIECE, numel) if device.type == "cpu" else numel
-    memory = torch.empty(2, size, dtype=torch.float32, device=device)
-    for start in range(0, numel, max(1, size)):
-        stop = min(start + size, numel)
-        yield start, stop, memory[0, : stop - start], memory[1, : stop - start]
-
-
-def _piece(
-    wire: CommFormat, row: Tensor, numel: int, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Return units (blocks) and payloads (blocks, 256) of a piece of a row."""
-    units, payload = wire.views(row.view(1, -1), numel)
-    return units[0, start // BLOCK : stop // BLOCK], payload[0, start // BLOCK : stop // BLOCK]
-
-
-def _load(source: Source, first: int, total: Tensor, spare: Tensor) -> None:
-    """Read elements of the rows, from ``first`` on."""
-    runs = [*source.places.inside(first, first + total.numel())]
-    if sum(length for _, _, length in runs) < total.numel():
-        total.zero_()
-    for begin, flat, length in runs:
-        part = total[begin - first :][:length]
-        part.copy_(source.values[flat : flat + length]).mul_(source.inverse)
-        for other in source.others:
-            beside = spare[:length].copy_(other[flat : flat + length])
-            part.add_(beside.mul_(source.inverse))
-
-
-def _sum(
-    wire: CommFormat, source: Source, given: Tensor, start: int, total: Tensor, spare: Tensor
-) -> None:
-    """Add what others sent of a piece of the own row to it, the next rank's first."""
-    rows, own = len(given), source.own
-    numel = source.places.numel // rows
-    _load(source, own * numel + start, total, spare)
-    for turn in range(1, rows):
-        row = given[(own + turn) % rows]
-        _read(wire, _piece(wire, row, numel, start, start + total.numel()), spare)
-        total.add_(spare)
-
-
-def _read(wire: CommFormat, piece: tuple[Tensor, Tensor], out: Tensor) -> None:
-    units, payload = piece
-    out.view_as(payload).copy_(payload)
-    if wire.top:
-        out.view_as(payload).mul_(units.to(torch.float32).unsqueeze(1))
-
-
-def _write(
-    wire: CommFormat,
-    total: Tensor,
-    spare: Tensor,
-    piece: tuple[Tensor, Tensor],
-    feedback: Feedback | None,
-) -> None:
-    """Write values, which are overwritten, and what rounding took from them."""
-    units, payload = piece
-    blocks, idle = total.view(-1, BLOCK), None
-    if feedback is not None:
-        # On a host a look at each block's first element spares passes, too.
-        if total.device.type != "cpu" or not bool(blocks[:, 0].all()):
-            idle = ~blocks.any(1, keepdim=True)
-        back = torch.mul(feedback.residual, feedback.scale[0], out=spare).view(-1, BLOCK)
-        blocks.add_(back if idle is None else back.masked_fill_(idle, 0.0))
-    if not wire.top:
-        payload.copy_(blocks)
-        return
-    amax = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
-    finite, bad = blocks, None
-    # On a host a look at the blocks spares passes; a device is not waited for.
-    if total.device.type != "cpu" or not bool((amax <= wire.limit).all()):
-        bad = ~blocks.isfinite()
-        finite = torch.where(bad, 0.0, blocks).clamp_(-wire.limit, wire.limit)
-        amax = finite.abs().amax(1)
-    unit = _units(wire, amax).unsqueeze(1)
-    scaled = torch.mul(finite, unit.reciprocal(), out=spare.view(-1, BLOCK))
-    if wire.payload is torch.int8:
-        scaled.round_()
-        if bad is not None:
-            spoilt = bad.any(1, keepdim=True)
-            unit = torch.where(spoilt, math.nan, unit)
-            scaled.masked_fill_(spoilt, 0.0)
-    elif bad is not None:
-        scaled = torch.where(bad, blocks, scaled)
-    units.copy_(unit.squeeze(1))
-    payload.copy_(scaled)
-    if feedback is not None:
-        left = blocks.sub_(scaled.mul_(unit)).mul_(feedback.scale[1])
-        if bad is not None:
-            # A block that is not finite leaves nothing for later exchanges.
-            left.nan_to_num_(0.0, 0.0, 0.0)
-        kept = feedback.residual.view(-1, BLOCK)
-        if idle is None:
-            kept.copy_(left)
-            feedback.written.fill_(True)
-        else:
-            kept.copy_(torch.where(idle, kept, left))
-            feedback.written.logical_or_(idle.squeeze(1).logical_not_())
-
-
-def _units(wire: CommFormat, amax: Tensor) -> Tensor:
-    """Return units, fp32 but exact in bfloat16."""
-    if wire.payload is torch.int8:
-        # Upwards to a bfloat16, so that no payload is above top.
-        bits = (amax * (1 / wire.top)).view(torch.int32) + 0xFFFF & -0x10000
-    else:
-        # The power of two by which amax lies in [top / 2, top).
-        bits = (amax.view(torch.int32) & EXPONENT) - (14 << 23)
-    return bits.clamp(min=LEAST_UNIT).view(torch.float32)

@@ -1,9 +1,9 @@
-"""FSDP2's gradients and weights, and ``replicate``'s gradients, through a wire.
+"""Hooks for FSDP2: gradients, weights, and the replicas of ``replicate`` and HSDP.
 
-By the hook points that torch documents: an all-gather and a reduce-scatter of one's own
-(``set_custom_all_gather``, ``set_custom_reduce_scatter``) and, after the latter, a hook between
-replicas (``set_all_reduce_hook``). Where torch would average replicas itself, it is told that there
-are shards alone. Imported when it is used: torch's FSDP takes a second to import.
+They use torch's public hook points: ``set_custom_all_gather``, ``set_custom_reduce_scatter`` and
+``set_all_reduce_hook``, which runs after the reduce-scatter. If torch would average replicas
+itself, the unit is told that it has shards alone. `registration` imports this file when it needs
+it, because torch's FSDP takes a second to import.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from distamp.comm_hooks import torch_compat
-from distamp.comm_hooks.exchange import Exchange
-from distamp.comm_hooks.formats import COMM_FORMATS, CommFormat
-from distamp.comm_hooks.plans import Plan
-from distamp.comm_hooks.state import NO_FEWER, UNEVEN, CommHook
-from distamp.comm_hooks.wrapped import Tables, Wrapped
+from distamp.comm_hooks import torch_private
+from distamp.comm_hooks.adapter import ModelAdapter, TopologyByGroup
+from distamp.comm_hooks.collectives import CommLayout, CompressedCollectives
+from distamp.comm_hooks.formats import CommFormat
+from distamp.comm_hooks.hook import NOT_SMALLER, UNEVEN_HOSTS, CommHook
 from distamp.fsdp_params import sharded_params
+from distamp.fsdp_unit import FSDPUnit
 
-__all__ = ["WireAllGather", "WireReduceScatter", "wrapped"]
+__all__ = ["CompressedAllGather", "CompressedReduceScatter", "fsdp2_adapter"]
 
 
-class _Comm:
-    """What FSDP2 asks each of its collectives for: memory."""
+class _Allocator:
+    """Memory for the results of a collective of FSDP2."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -40,38 +40,46 @@ class _Comm:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class WireReduceScatter(_Comm):
-    """FSDP2's reduce-scatter, and the all-reduce between replicas, of one parameter group.
+class CompressedReduceScatter(_Allocator):
+    """The reduce-scatter of one FSDP2 unit, and the average between its replicas.
 
-    Stands where torch's ``DefaultReduceScatter`` stood. Each gradient is divided as ``op`` says, in
+    It replaces torch's ``DefaultReduceScatter``. Each gradient is divided as ``op`` demands, in
     fp32, rounded once, and added up in fp32.
 
     Args:
-        state: That of the whole model.
-        param_group: torch's own object for the group, read for its divide factor and shards.
-        modules: All FSDP2 modules of the model; after a failure their forward passes raise.
-        replicas: The ranks that hold the same shard, where this is to average between them.
+        hook: The hook of the model.
+        unit: The unit.
+        modules: All FSDP2 modules of the model. After a failure their forward passes raise.
+        replicate_group: The ranks that hold the same shard, or None if there are none.
     """
 
-    # What survives a call: of an accumulation, shards that are not averaged over replicas yet.
+    # Private attributes that survive a call:
+    # _partial_reduce_output: the shard of an accumulation that is not averaged over replicas yet.
+
     def __init__(
         self,
-        state: CommHook,
-        param_group: Any,
+        hook: CommHook,
+        unit: FSDPUnit,
         modules: Sequence[nn.Module],
-        replicas: ProcessGroup | None,
+        replicate_group: ProcessGroup | None,
     ) -> None:
-        self._state, self._param_group = state, param_group
-        self._modules, self._replicas = modules, replicas
-        self._partial: Tensor | None = None
+        self._hook = hook
+        self._unit = unit
+        self._modules = modules
+        self._replicate_group = replicate_group
+        self._partial_reduce_output: Tensor | None = None
 
-    def prepare(self, shards: ProcessGroup | None) -> None:
-        """Make tensors for a checkpoint to be loaded into."""
-        device, dtype = self._param_group.device, _reduced_in(self._param_group)
-        for group, kind in ((shards, "shards"), (self._replicas, "buckets")):
+    def allocate_residuals(self, shard_group: ProcessGroup | None) -> None:
+        """Make the residuals, so that a checkpoint can be loaded into them.
+
+        Args:
+            shard_group: The ranks over which gradients are reduce-scattered in the hook's format.
+        """
+        numels, params = self._unit.trainable_shards()
+        empty = torch.empty(0, dtype=self._unit.grad_reduce_dtype, device=self._unit.device)
+        for group, usage in ((shard_group, "shards"), (self._replicate_group, "buckets")):
             if group is not None and group.size() > 1:
-                numels, parameters = _of(self._param_group)
-                self._state.planned(kind, group, device, dtype, numels, parameters)
+                self._hook.prepare(usage, group, empty, sum(numels), numels, params)
 
     def __call__(
         self,
@@ -84,63 +92,75 @@ class WireReduceScatter(_Comm):
         """Reduce-scatter, as ``torch.distributed.reduce_scatter_single`` would.
 
         Raises:
-            RuntimeError: An exchange failed on this rank, or did before.
+            RuntimeError: A message has failed on this rank, now or before.
         """
-        # Not a separate one of the same ranks, which is torch's for another stream.
-        shards = torch_compat.mesh_groups(self._param_group)[0] or group
-        self._reduce(input_tensor, shards, _divisor(op, group.size()), output_tensor)
+        # torch may pass a group of the same ranks that belongs to another stream.
+        shard_group = self._unit.shard_group or group
+        divisor = _mean_divisor(op, group.size())
+        numels, params = self._unit.trainable_shards()
+        try:
+            self._hook.reduce_scatter(
+                output_tensor, input_tensor, shard_group, divisor, numels, params
+            )
+        except Exception as error:
+            self._refuse_forward(error)
+            raise
 
-    def between_replicas(self, reduce_output: Tensor) -> None:
+    def average_replicas(self, reduce_output: Tensor) -> None:
         """Average the reduced shard over the replicas: the hook of ``set_all_reduce_hook``."""
-        assert self._replicas is not None
-        # torch frees what it casts to the parameters' dtype while this stream still reads it.
+        assert self._replicate_group is not None
+        # torch frees the tensor after a cast to the parameters' dtype, while this stream still
+        # reads it.
         if reduce_output.device.type != "cpu":
             stream = torch.accelerator.current_stream(reduce_output.device)
             reduce_output.record_stream(stream)
-        if self._partial is not None:
-            reduce_output.add_(self._partial)
-            self._partial = None
-        if not self._param_group.all_reduce_grads:
-            # Of all but the last of an accumulation, as torch's HSDP does.
-            self._partial = reduce_output.clone()
+        if self._partial_reduce_output is not None:
+            reduce_output.add_(self._partial_reduce_output)
+            self._partial_reduce_output = None
+        if not self._unit.averages_replicas_now:
+            # torch's HSDP likewise averages in the last pass of an accumulation alone.
+            self._partial_reduce_output = reduce_output.clone()
             reduce_output.zero_()
             return
-        # As torch's HSDP: a factor of the user's own divides for all ranks, in the first sum.
-        factor = self._param_group.gradient_divide_factor
-        divisor = 1.0 if factor is not None else float(self._replicas.size())
-        self._reduce(reduce_output, self._replicas, divisor)
+        # As in torch's HSDP, a factor of the user divides for all ranks, in the first sum.
+        divisor = 1.0
+        if self._unit.divide_factor is None:
+            divisor = float(self._replicate_group.size())
+        numels, params = self._unit.trainable_shards()
+        try:
+            self._hook.all_reduce(
+                reduce_output, self._replicate_group, divisor, numels, params
+            ).wait()
+        except Exception as error:
+            self._refuse_forward(error)
+            raise
 
-    def _reduce(
-        self, values: Tensor, group: ProcessGroup, divisor: float, out: Tensor | None = None
-    ) -> None:
-        """Exchange; where that fails, let no further forward pass begin.
+    def _refuse_forward(self, error: Exception) -> None:
+        """Let no further forward pass begin after a failure.
 
         After a backward pass that raised, FSDP2 keeps its parameters gathered and reduces no
         gradients: the optimizer would find none, and training would go on without an effect.
         """
-        try:
-            self._state.reduce(values, group, divisor, out, *_of(self._param_group)).wait()
-        except Exception as error:
-            refuse = partial(_refuse, str(error))
-            for module in self._modules:
-                module.register_forward_pre_hook(refuse, prepend=True)
-            raise
+        for module in self._modules:
+            module.register_forward_pre_hook(partial(_raise_failure, str(error)), prepend=True)
 
 
-class WireAllGather(_Comm):
-    """FSDP2's all-gather of weights through a wire format, of one parameter group.
+class CompressedAllGather(_Allocator):
+    """The all-gather of the weights of one FSDP2 unit in a format.
 
-    Stands where torch's ``DefaultAllGather`` stood. All ranks, this one too, compute with what was
-    sent; the shard that the optimizer steps stays as it is, so nothing is to be fed back.
+    It replaces torch's ``DefaultAllGather``. All ranks, this rank included, compute with the
+    decoded weights. The shard that the optimizer steps stays exact, so there is no error feedback.
 
     Args:
-        state: That of the whole model.
-        param_group: torch's own object for the group: what it gathers of each parameter.
-        wire: The format.
+        hook: The hook of the model.
+        unit: The unit.
+        format: The format.
     """
 
-    def __init__(self, state: CommHook, param_group: Any, wire: CommFormat) -> None:
-        self._state, self._param_group, self._wire = state, param_group, wire
+    def __init__(self, hook: CommHook, unit: FSDPUnit, format: CommFormat) -> None:
+        self._hook = hook
+        self._unit = unit
+        self._format = format
 
     def __call__(
         self,
@@ -149,144 +169,153 @@ class WireAllGather(_Comm):
         group: ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Gather, as ``torch.distributed.all_gather_single`` would; done when it returns."""
-        planned = self._planned(input_tensor, group)
-        if isinstance(planned, str):
-            self._state.counts.fallbacks[f"weights gathered as they are: {planned}"] += 1
-            return torch_compat.all_gather_as_torch(
+        """Gather, as ``torch.distributed.all_gather_single`` would, and return when it is done."""
+        compression = self._prepare(input_tensor, group)
+        if isinstance(compression, str):
+            self._hook.counts.fallbacks[f"weights gathered as they are: {compression}"] += 1
+            return torch_private.all_gather_single(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
-        exchange, plan = planned
-        return exchange.gather(output_tensor, input_tensor, self._wire, plan)
+        collectives, layout = compression
+        return collectives.all_gather(output_tensor, input_tensor, self._format, layout)
 
-    def _planned(self, values: Tensor, group: ProcessGroup) -> tuple[Exchange, Plan] | str:
-        """Return what carries weights, and where they go; or why they should go as they are."""
-        if group is not torch_compat.mesh_groups(self._param_group)[0]:
+    def _prepare(
+        self, values: Tensor, group: ProcessGroup
+    ) -> tuple[CompressedCollectives, CommLayout] | str:
+        """Return the means to send weights in blocks, or the reason to send them uncompressed."""
+        if group is not self._unit.shard_group:
             return "after a forward pass, other parts than the shards"
-        numels = [each.padded_sharded_param_size.numel() for each in self._param_group.fsdp_params]
-        # Of several dtypes torch gathers bytes.
+        numels = self._unit.shard_numels
+        # torch gathers parameters of several dtypes as bytes.
         if not values.is_floating_point() or sum(numels) != values.numel():
             return "of several dtypes in one module"
-        exchange = self._state.exchange(group, values.device)
-        if exchange is None:
-            return UNEVEN
-        plan = exchange.plan("weights", self._wire, numels, values.itemsize)
-        return NO_FEWER if plan is None else (exchange, plan)
+        collectives = self._hook.collectives_for(group, values.device)
+        if collectives is None:
+            return UNEVEN_HOSTS
+        layout = collectives.layout_for("weights", self._format, numels, values.itemsize)
+        if layout is None:
+            return NOT_SMALLER
+        return collectives, layout
 
 
-def _of(param_group: Any) -> tuple[list[int], list[Tensor]]:
-    """Return how much a shard has of what is trained of a parameter group, and what that is."""
-    trained = [each for each in param_group.fsdp_params if each.sharded_param.requires_grad]
-    numels = [each.padded_sharded_param_size.numel() for each in trained]
-    return numels, [each.sharded_param for each in trained]
+def fsdp2_adapter(
+    model: nn.Module, replicate_group: ProcessGroup | None, gathers_params: bool
+) -> ModelAdapter:
+    """Return the adapter of a model with modules to which ``fully_shard`` was applied.
 
-
-def wrapped(model: nn.Module, replicas: ProcessGroup | None, gathers: bool) -> Wrapped:
-    """Return the adapter of a model with modules to which ``fully_shard`` was applied."""
-    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
-    pairs = [(each, group) for each in modules for group in torch_compat.param_groups(each)]
-    meshes = [torch_compat.mesh_groups(group) for _, group in pairs]
-    shards = list(dict.fromkeys(each for each, _ in meshes if each is not None))
-    by_torch = [each for _, each in meshes if each is not None]
-    averaged = list(dict.fromkeys(by_torch if replicas is None else [replicas]))
+    Args:
+        model: The model.
+        replicate_group: The ranks of ``replicas=``, or None.
+        gathers_params: Whether the hook gathers weights, too.
+    """
+    units = [FSDPUnit(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    refusal = None
     numels = Counter[torch.dtype]()
-    for _, group in pairs:
-        numel = sum(each.sharded_param.numel() for each in group.fsdp_params)
-        numels[_reduced_in(group)] += numel
+    shard_groups: list[ProcessGroup] = []
+    replicate_groups: list[ProcessGroup] = []
+    units = [unit for unit in units if unit.param_groups]
+    for unit in units:
+        refusal = refusal or _unsupported_reason(unit, replicate_group, gathers_params)
+        numels[unit.grad_reduce_dtype] += unit.numel
+        _add_new(shard_groups, unit.shard_group)
+        _add_new(replicate_groups, unit.replicate_group)
+    if replicate_group is not None:
+        replicate_groups = [replicate_group]
     ((dtype, _),) = numels.most_common(1)
-    return Wrapped(
-        shards=shards,
-        replicas=averaged,
-        formats=list(COMM_FORMATS),
+    return ModelAdapter(
+        shard_groups=shard_groups,
+        replicate_groups=replicate_groups,
         dtype=dtype,
-        devices=[pairs[0][1].device],
-        what=f"{sum(numels.values())} elements",
-        attach=partial(_attach, model, pairs, replicas),
-        refused=next(filter(None, (_refusal(*each, replicas, gathers) for each in pairs)), None),
+        devices=[units[0].device],
+        description=f"{sum(numels.values())} elements",
+        install=partial(_install, model, units, replicate_group),
+        refusal=refusal,
     )
 
 
-def _reduced_in(group: Any) -> torch.dtype:
-    """Return the dtype in which gradients of a parameter group are reduced."""
-    first: Any = next(iter(_of(group)[1]), None)
-    own = torch.float32 if first is None else first.grad_dtype or first.dtype
-    return torch_compat.policy_of(group.modules[0], own)[1]
+def _add_new(groups: list[ProcessGroup], group: ProcessGroup | None) -> None:
+    if group is not None and group not in groups:
+        groups.append(group)
 
 
-def _refusal(
-    module: FSDPModule, group: Any, replicas: ProcessGroup | None, gathers: bool
+def _unsupported_reason(
+    unit: FSDPUnit, replicate_group: ProcessGroup | None, gathers_params: bool
 ) -> str | None:
-    """Return why a module takes no hook, or has replicas that hold other shards."""
-    name, (shards, by_torch) = type(module).__name__, torch_compat.mesh_groups(group)
-    count = len(torch_compat.param_groups(module))
+    """Return the reason for which a unit takes no hook, or not with these replicas."""
+    name = type(unit.module).__name__
+    count = len(unit.param_groups)
     if count > 1:
         return (
             f"{name} has {count} groups of parameters, because its shard_placement_fn returns "
             "several meshes, and torch takes no hook for such a module: apply fully_shard to a "
             "module for each mesh"
         )
-    by_hook = replicas is not None or by_torch is not None
-    custom = torch_compat.custom_collective(group, gathers, by_hook)
-    if custom is not None:
-        return f"{name} has {custom} already: register one hook only"
-    if replicas is None:
+    has_replicas = replicate_group is not None or unit.replicate_group is not None
+    installed = unit.installed_hook(gathers_params, has_replicas)
+    if installed is not None:
+        return f"{name} has {installed} already: register one hook only"
+    if replicate_group is None:
         return None
-    if by_torch is not None:
+    if unit.replicate_group is not None:
         return f"{name} has replicas by its two-dimensional mesh: leave out replicas"
-    # Gradients of replicas that hold another shard are those of other elements.
-    held, ranks = map(dist.get_process_group_ranks, (shards, replicas))
-    if set(held) & set(ranks) == {dist.get_rank()}:
+    assert unit.shard_group is not None
+    shard_ranks = dist.get_process_group_ranks(unit.shard_group)
+    replicate_ranks = dist.get_process_group_ranks(replicate_group)
+    # The gradients of replicas that hold another shard are those of other elements.
+    if set(shard_ranks) & set(replicate_ranks) == {dist.get_rank()}:
         return None
     return (
-        f"replicas holds ranks {ranks}, but {name} is sharded over ranks {held}: replicas must "
-        "be the ranks that hold the same shard as this one, and no other of these; of a mesh with "
-        "dimensions 'replicate' and 'shard' give mesh['replicate'].get_group()"
+        f"replicas holds ranks {replicate_ranks}, but {name} is sharded over ranks "
+        f"{shard_ranks}: replicas must be the ranks that hold the same shard as this one, and no "
+        "other of these; of a mesh with dimensions 'replicate' and 'shard' give "
+        "mesh['replicate'].get_group()"
     )
 
 
-def _attach(
+def _install(
     model: nn.Module,
-    pairs: Sequence[tuple[FSDPModule, Any]],
+    units: Sequence[FSDPUnit],
     replicas: ProcessGroup | None,
-    state: CommHook,
-    gather: CommFormat | None,
-    tables: Tables,
+    hook: CommHook,
+    param_format: CommFormat | None,
+    topologies: TopologyByGroup,
 ) -> None:
-    """Fill torch's hook points: through the wire of ``state``, or as torch would."""
-    named = dict(model.named_parameters())
-    # A forward pass before this call leaves parameters gathered, and buckets are of shards.
-    state.name_parameters(zip(named, sharded_params(named.values()), strict=True))
-    modules = [module for module, _ in pairs]
-    for module, group in pairs:
-        shards, by_torch = torch_compat.mesh_groups(group)
-        between = by_torch if replicas is None else replicas
-        comm = WireReduceScatter(state, group, modules, between)  # type: ignore[arg-type]
-        # What stays on a host is not rounded.
-        inside = (
-            shards is not None
-            and between is not None
-            and tables[shards].on_one
-            and not tables[between].on_one
-        )
-        if state.format.encodes:
-            if by_torch is not None:
-                torch_compat.replicas_to_hook(group)
-            if not inside:
-                module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, not inherited
-            comm.prepare(None if inside else shards)
-        if between is not None and (state.format.encodes or by_torch is None):
-            # Of these torch knows nothing: without a hook they would differ.
-            module.set_all_reduce_hook(comm.between_replicas)
-        if gather is not None and shards is not None and not inside:
-            module.set_custom_all_gather(WireAllGather(state, group, gather))  # type: ignore[arg-type]
+    """Fill torch's hook points of all units."""
+    named_params = dict(model.named_parameters())
+    # A forward pass before this call leaves parameters gathered, and residuals belong to shards.
+    shards = sharded_params(named_params.values())
+    hook.name_parameters(zip(named_params, shards, strict=True))
+    modules = [unit.module for unit in units]
+    for unit in units:
+        shard_group = unit.shard_group
+        torch_replicas = unit.replicate_group
+        replicate_group = torch_replicas if replicas is None else replicas
+        comm = CompressedReduceScatter(hook, unit, modules, replicate_group)
+        compresses_shards = shard_group is not None
+        if shard_group is not None and replicate_group is not None:
+            # If only replicas leave a host, nothing that stays on the host is rounded.
+            shards_stay = topologies[shard_group].is_single_host
+            replicas_stay = topologies[replicate_group].is_single_host
+            compresses_shards = replicas_stay or not shards_stay
+        if hook.format.is_compressed:
+            if torch_replicas is not None:
+                unit.leave_replicas_to_hook()
+            if compresses_shards or shard_group is None:
+                unit.install(reduce_scatter=comm)
+            comm.allocate_residuals(shard_group if compresses_shards else None)
+        if replicate_group is not None and (hook.format.is_compressed or torch_replicas is None):
+            # torch does not know the replicas of ``replicas=``. Without a hook they would diverge.
+            unit.install(all_reduce_hook=comm.average_replicas)
+        if param_format is not None and compresses_shards:
+            unit.install(all_gather=CompressedAllGather(hook, unit, param_format))
 
 
-def _refuse(failure: str, *_: Any) -> None:
+def _raise_failure(failure: str, *_: Any) -> None:
     raise RuntimeError(failure)
 
 
-def _divisor(op: Any, size: int) -> float:
-    """What each rank's contribution is divided by under AVG, SUM or PREMUL_SUM, as FSDP2 asks."""
+def _mean_divisor(op: Any, size: int) -> float:
+    """Return the divisor of each rank's gradients under AVG, SUM or PREMUL_SUM."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:
         return 1.0 / float(op.__getstate__()[1])

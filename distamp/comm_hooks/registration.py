@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp.comm_hooks import torch_compat, torch_hooks
-from distamp.comm_hooks.formats import CommFormat, as_it_is, comm_format
-from distamp.comm_hooks.hosts import Hosts, agreed
-from distamp.comm_hooks.state import CommHook
-from distamp.comm_hooks.wrapped import Tables, Wrapped
+from distamp.comm_hooks import torch_private
+from distamp.comm_hooks.adapter import ModelAdapter, TopologyByGroup
+from distamp.comm_hooks.ddp import ddp_adapter
+from distamp.comm_hooks.formats import CommFormat, comm_format, uncompressed
+from distamp.comm_hooks.fsdp1 import fsdp1_adapter
+from distamp.comm_hooks.hook import CommHook
+from distamp.comm_hooks.topology import Topology, gather_topology
 from distamp.errors import RankMismatchError
 
 __all__ = ["hook_of", "register_comm_hook"]
@@ -70,67 +72,49 @@ def register_comm_hook(
             errors above; raised on all other ranks. But a rank whose model is none of these
             wrappers knows no group to tell: the others wait until their group's timeout.
     """
-    given = replicas if isinstance(replicas, ProcessGroup) else None
-    wrapped, sharded = _wrapped(torch_compat.not_compiled(model), given, param_format is not None)
+    adapter, is_fsdp2 = _adapter_for(model, replicas, param_format is not None)
     failure: Exception | None = None
-    chosen = gathers = None
+    format_value = param_format_value = None
     try:
-        if replicas is not None and given is None:
-            raise TypeError(
-                f"replicas must be a ProcessGroup of this rank or None, not "
-                f"{type(replicas).__name__}; of a DeviceMesh give mesh.get_group()"
-            )
-        if not sharded and (replicas is not None or param_format is not None):
-            raise ValueError(
-                "replicas and param_format are for a model that fully_shard was applied to"
-            )
-        if wrapped.refused is not None:
-            raise ValueError(wrapped.refused)
-        if not sharded and hook_of(model) is not None:
-            wrapper = torch_compat.not_compiled(model)
-            name = type(wrapper).__name__
-            raise RuntimeError(
-                f"This {name} has a communication hook already, and torch takes one for each "
-                "wrapper. Call register_comm_hook() or pass comm_hook= "
-                "once. For another format wrap the model again."
-            )
-        gathers = None if param_format is None else comm_format(param_format)
-        chosen = _fitting(format, wrapped)
+        _check_arguments(model, adapter, is_fsdp2, replicas, param_format)
+        if param_format is not None:
+            param_format_value = comm_format(param_format)
+        format_value = _resolve_format(format, adapter)
     except (TypeError, ValueError, RuntimeError) as error:
         failure = error
-    found: dict[ProcessGroup, Hosts] = {}
-    asked = f"{format} for {wrapped.what}" + (
-        "" if param_format is None else f", param_format={param_format}"
-    )
-    for group in wrapped.over:
-        # The other ranks may have nothing to refuse, and wait for this one in every group.
+    request = f"{format} for {adapter.description}"
+    if param_format is not None:
+        request += f", param_format={param_format}"
+    topologies: dict[ProcessGroup, Topology] = {}
+    for group in adapter.groups:
+        # The other ranks may have no error, and then wait for this rank in every group.
         try:
-            found[group] = agreed(None if failure else asked, group, ranks_per_host)
+            topologies[group] = gather_topology(None if failure else request, group, ranks_per_host)
         except (RankMismatchError, ValueError) as error:
             failure = failure or error
     if failure is not None:
         raise failure
-    assert chosen is not None  # A format that does not fit is a failure.
-    uneven = [hosts.text for hosts in found.values() if not hosts.ranks]
+    assert format_value is not None  # A format that does not fit is a failure.
     left_off = ""
-    if uneven:
-        # In one level a host would send several times what a ring does.
-        chosen = as_it_is(wrapped.dtype)
-        left_off = f"{uneven[0]}; ranks_per_host=1 compresses between all"
-        _log.warning("the communication hook was left off: %s", left_off)
-    state = CommHook(chosen, wrapped.over[0])
-    state.counts.left_off = left_off
-    state.param_format = gathers
-    if chosen.encodes or gathers is not None:
-        _connect(state, wrapped, found)
+    for topology in topologies.values():
+        if not topology.hosts and not left_off:
+            # In one level a host would send several times the bytes of a ring.
+            left_off = f"{topology.description}; ranks_per_host=1 compresses between all"
+            format_value = uncompressed(adapter.dtype)
+            _log.warning("the communication hook was left off: %s", left_off)
+    hook = CommHook(format_value, adapter.groups[0])
+    hook.counts.left_off = left_off
+    hook.param_format = param_format_value
+    if format_value.is_compressed or param_format_value is not None:
+        _connect(hook, adapter, topologies)
     try:
-        wrapped.attach(state, gathers, found)
+        adapter.install(hook, param_format_value, topologies)
     except Exception:
-        # The model takes no hook, and nothing would give the connections back.
-        state.close()
+        # The model takes no hook, and nothing else would release the connections.
+        hook.close()
         raise
-    setattr(torch_compat.not_compiled(model), _MARK, state)
-    return state
+    setattr(torch_private.unwrap_compiled(model), _MARK, hook)
+    return hook
 
 
 def hook_of(model: nn.Module) -> CommHook | None:
@@ -139,57 +123,89 @@ def hook_of(model: nn.Module) -> CommHook | None:
     Returns:
         None if the model has no hook, or is a copy of a model that has one.
     """
-    hook: CommHook | None = getattr(torch_compat.not_compiled(model), _MARK, None)
+    hook: CommHook | None = getattr(torch_private.unwrap_compiled(model), _MARK, None)
     return None if hook is not None and hook.is_copy else hook
 
 
-def _connect(state: CommHook, wrapped: Wrapped, tables: Tables) -> None:
-    """Make all exchanges of a model.
+def _connect(hook: CommHook, adapter: ModelAdapter, topologies: TopologyByGroup) -> None:
+    """Make all connections of a model.
 
     Collective: every rank of the model's groups must call this.
     """
-    for group in wrapped.over:
-        for device in wrapped.devices:
-            state.exchange(group, device, tables[group])
+    for group in adapter.groups:
+        for device in adapter.devices:
+            hook.collectives_for(group, device, topologies[group])
 
 
-def _wrapped(model: Any, replicas: ProcessGroup | None, gathers: bool) -> tuple[Wrapped, bool]:
-    """Return a model as its wrapper's adapter has it, and whether that is FSDP2's."""
-    if isinstance(model, DistributedDataParallel):
-        return torch_hooks.ddp(model), False
-    # It takes a second to import, which a user of DDP need not wait.
+def _adapter_for(model: Any, replicas: Any, gathers_params: bool) -> tuple[ModelAdapter, bool]:
+    """Return the adapter of a model's wrapper, and whether the wrapper is FSDP2."""
+    module = torch_private.unwrap_compiled(model)
+    if isinstance(module, DistributedDataParallel):
+        return ddp_adapter(module), False
+    # A user of DDP need not wait for the import of FSDP, which takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
-        return torch_hooks.fsdp1(model), False
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    if fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in modules):
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        return fsdp1_adapter(module), False
+    submodules = module.modules() if isinstance(module, nn.Module) else ()
+    if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in submodules):
         from distamp.comm_hooks import fsdp2
 
-        return fsdp2.wrapped(model, replicas, gathers), True
+        # Replicas of a wrong type are refused once the groups are known.
+        replicate_group = replicas if isinstance(replicas, ProcessGroup) else None
+        return fsdp2.fsdp2_adapter(module, replicate_group, gathers_params), True
     raise TypeError(
-        f"cannot give {type(model).__name__} a communication hook; give the wrapped model itself: "
+        f"cannot give {type(module).__name__} a communication hook; give the wrapped model itself: "
         "DistributedDataParallel, FullyShardedDataParallel, or a module that fully_shard was "
         "applied to"
     )
 
 
-def _fitting(name: str, wrapped: Wrapped) -> CommFormat:
-    """Return a format.
+def _check_arguments(
+    model: nn.Module,
+    adapter: ModelAdapter,
+    is_fsdp2: bool,
+    replicas: Any,
+    param_format: str | None,
+) -> None:
+    """Refuse arguments that do not fit the wrapper, and a second hook."""
+    if replicas is not None and not isinstance(replicas, ProcessGroup):
+        raise TypeError(
+            f"replicas must be a ProcessGroup of this rank or None, not "
+            f"{type(replicas).__name__}; of a DeviceMesh give mesh.get_group()"
+        )
+    if not is_fsdp2 and (replicas is not None or param_format is not None):
+        raise ValueError(
+            "replicas and param_format are for a model that fully_shard was applied to"
+        )
+    if adapter.refusal is not None:
+        raise ValueError(adapter.refusal)
+    if not is_fsdp2 and hook_of(model) is not None:
+        name = type(torch_private.unwrap_compiled(model)).__name__
+        raise RuntimeError(
+            f"This {name} has a communication hook already, and torch takes one for each wrapper. "
+            "Call register_comm_hook() or pass comm_hook= once. For another format wrap the model "
+            "again."
+        )
+
+
+def _resolve_format(name: str, adapter: ModelAdapter) -> CommFormat:
+    """Return the format of a name.
 
     Raises:
         ValueError: There is none of that name, or gradients do not fit.
     """
-    format, dtype = comm_format(name), wrapped.dtype
-    allowed = " or ".join([*map(repr, wrapped.fitting()), "no hook"])
-    if name not in wrapped.formats:
+    format = comm_format(name)
+    dtype = adapter.dtype
+    choices = " or ".join([*map(repr, adapter.usable_formats()), "no hook"])
+    if not adapter.supports(format):
         raise ValueError(
-            f"{name} needs error feedback, which gradients of FSDP1 have not: use FSDP2 or "
-            f"DistributedDataParallel, or take {allowed}"
+            f"{name} needs error feedback, which FSDP1 does not support. Use FSDP2 or "
+            f"DistributedDataParallel, or choose {choices}."
         )
     if not format.fits(dtype):
         raise ValueError(
             f"format {name!r} takes {format.block_bytes / 256:.3g} bytes an element, and gradients "
-            f"are reduced in {dtype}, which takes {dtype.itemsize}: choose {allowed}, "
+            f"are reduced in {dtype}, which takes {dtype.itemsize}: choose {choices}, "
             "or reduce in torch.float32"
         )
     return format

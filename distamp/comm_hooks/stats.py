@@ -1,4 +1,4 @@
-"""What a communication hook has sent and found."""
+"""HookStats: the counts of a communication hook on one rank."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ __all__ = ["HookStats"]
 
 @dataclass
 class HookStats:
-    """What one hook did on this rank since it was made.
+    """The counts of one hook on this rank since it was made.
 
-    Args:
-        exchanges: Buckets or modules whose gradients, or weights, were exchanged.
-        bytes_sent: By wire format (and ``"int8 weights"``, of what is gathered), the bytes this
-            rank sent to other hosts, or to other ranks where there is one level; without what TCP,
-            IP and Ethernet add.
-        bytes_uncompressed: What leaves this host in the place of ``bytes_sent``, for each of its
-            ranks, where a ring of all ranks all-reduces (of shards, reduce-scatters) the same
-            gradients in their own dtype, and visits each host once.
-        seconds_waiting: Time spent with the network, 0 where a device waits.
-        fallbacks: How many buckets, or modules' weights, went another way than the format's own, by
-            reason.
-        left_off: Why `register` left the hook off, so that gradients are sent uncompressed; ``""``
-            if it did not.
-        levels: How ranks and hosts exchange; with the reason, where it is not as they are.
+    Attributes:
+        exchanges: Collectives of buckets, or of the gradients or weights of a module.
+        bytes_sent: By format (and ``"int8 weights"`` for gathered weights), the bytes that this
+            rank sent to other hosts, or to other ranks if there is one level, without the headers
+            of TCP, IP and Ethernet.
+        bytes_uncompressed: Bytes per rank that would have left this host if an uncompressed ring
+            over all ranks had reduced the same gradients, and had visited each host once.
+        seconds_waiting: Time spent with the network, or 0 on a GPU, where the device waits.
+        fallbacks: By reason, the number of buckets, or of modules' weights, that were sent
+            uncompressed.
+        left_off: The reason for which `register_comm_hook` left the hook off, or ``""``.
+        levels: The numbers of hosts and ranks, or the reason for which they cannot be used.
     """
 
     exchanges: int = 0
@@ -43,19 +41,32 @@ class HookStats:
 
     @property
     def saved(self) -> float:
-        """The fraction of ``bytes_uncompressed`` that was not sent; 0 before the first exchange."""
-        return 1.0 - self.total_bytes / max(1, self.bytes_uncompressed) if self.exchanges else 0.0
+        """The fraction of ``bytes_uncompressed`` that was not sent, 0 before the first message."""
+        if not self.exchanges:
+            return 0.0
+        return 1.0 - self.total_bytes / max(1, self.bytes_uncompressed)
 
     def __str__(self) -> str:
-        parts = [f"the hook was left off: {self.left_off}"] if self.left_off else []
+        parts = []
+        if self.left_off:
+            parts.append(f"the hook was left off: {self.left_off}")
         if self.exchanges:
-            sent = ", ".join(
-                f"{each / 1e6:.4g} MB as {wire}" for wire, each in self.bytes_sent.items()
+            by_format = []
+            for name, nbytes in self.bytes_sent.items():
+                by_format.append(f"{_megabytes(nbytes)} as {name}")
+            sent = ", ".join(by_format)
+            uncompressed = _megabytes(self.bytes_uncompressed)
+            parts.append(
+                f"{self.exchanges} exchanges sent {sent}; {uncompressed} uncompressed, "
+                f"{self.saved:.0%} saved"
             )
-            whole = f"{self.bytes_uncompressed / 1e6:.4g} MB uncompressed"
-            parts.append(f"{self.exchanges} exchanges sent {sent}; {whole}, {self.saved:.0%} saved")
             parts.append(f"waited {self.seconds_waiting:.2f} s; {self.levels}")
         elif not self.left_off:
             parts.append("no gradient was sent in a wire format")
-        parts.extend(f"{count} x {reason}" for reason, count in self.fallbacks.items())
+        for reason, count in self.fallbacks.items():
+            parts.append(f"{count} x {reason}")
         return "; ".join(parts)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.4g} MB"

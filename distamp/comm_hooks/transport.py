@@ -1,18 +1,21 @@
-"""What carries messages: two lanes beside the backward pass, with connections of their own.
+"""Messages between ranks, in two slots that run beside the backward pass.
 
-While one lane's bucket is on the wire, the other's is encoded. On a host a lane has one thread, and
-messages go by a gloo backend. On a device a lane is a stream of high priority on which the calling
-thread puts everything, and each lane has a communicator of its own for each level: one communicator
-is one queue. Connections are made from the store, for exactly their ranks; nothing else is asked.
+While the bucket of one slot is on the network, the bucket of the other slot is encoded. On a CPU
+each slot has a thread, and messages go through a gloo backend. On a GPU each slot is a stream of
+high priority, on which the calling thread enqueues all work, and each slot has a communicator of
+its own for each level, because one communicator is one queue. Connections are made from the store
+by exactly their ranks, so no other rank has to take part.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,285 +26,337 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from distamp.comm_hooks import torch_compat
+from distamp.comm_hooks import torch_private
 from distamp.comm_hooks.stats import HookStats
+from distamp.comm_hooks.topology import Topology
 
-__all__ = ["DeviceTransport", "HostTransport", "Job", "Lane", "Transport"]
+__all__ = ["CommSlot", "GlooTransport", "Job", "NcclTransport", "Transport"]
 
-LANES = 2
+NUM_SLOTS = 2
 
 
-class Lane:
-    """What one exchange after another uses.
+class CommSlot:
+    """One of the pipeline's slots: it runs one job at a time, in buffers of its own.
 
-    ``turn()`` is entered while a job uses the network between hosts: on a host in the order of
-    submission. A stream waits for its own messages alone. ``views`` are those of ``memory``, by who
-    made them.
+    Attributes:
+        index: The number of the slot.
+        network_order: Returns a context in which a job sends between hosts. On a CPU jobs enter it
+            in the order of their submission.
     """
 
-    # What survives a job: buffers by name, and their views; on a host the turn of the last job.
+    # Private attributes that survive a job:
+    # _memory: by name, the memory of a buffer.
+    # _views: by name, shape and dtype, a view of that memory.
+
     def __init__(self, index: int, device: torch.device) -> None:
-        self.index, self._device = index, device
+        self.index = index
+        self.network_order: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._device = device
         self._memory: dict[str, Tensor] = {}
-        self.views: dict[Hashable, tuple[Any, ...]] = {}
-        self.turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
-    def memory(self, name: str, nbytes: int) -> Tensor:
-        """Return uint8 of that length, of which the next exchange of this lane has the same."""
-        if name not in self._memory or self._memory[name].numel() < nbytes:
-            self.views.clear()
-            self._memory.pop(name, None)
-            self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._memory[name][:nbytes]
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return a contiguous tensor in memory that later jobs of this slot use again."""
+        key = name, shape, dtype
+        if key not in self._views:
+            nbytes = math.prod(shape) * dtype.itemsize
+            if name not in self._memory or self._memory[name].numel() < nbytes:
+                self._drop(name)
+                self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._views[key] = self._memory[name][:nbytes].view(dtype).view(shape)
+        return self._views[key]
+
+    def _drop(self, name: str) -> None:
+        self._memory.pop(name, None)
+        for key in [key for key in self._views if key[0] == name]:
+            del self._views[key]
 
 
-Job: TypeAlias = Callable[[Lane], Tensor]
-# The ranks of a level, by their numbers in the group: "inner" are those of this host, "outer" those
-# of other hosts that have the same part as this one, "all" are all. This rank is one of them.
-Levels: TypeAlias = Mapping[str, Sequence[int]]
+# A job gets the slot that runs it, and returns the tensor that it wrote.
+Job: TypeAlias = Callable[[CommSlot], Tensor]
 _CLOSED = "this communication hook was closed: wrap the model and register a hook again"
 
 
-class Transport:
-    """Lanes, what they send by, and the first failure, after which nothing is exchanged.
+class Transport(ABC):
+    """Slots, their connections, and the first failure, after which nothing is sent.
 
-    Owned by whoever makes it, and given back by `close`, when it is collected, or as the
-    interpreter ends. Unlike groups of ``torch.distributed.new_group``, its connections are no
-    other's, and making them concerns their own ranks alone.
+    `close` releases threads and connections. So does the end of this object and of the interpreter.
+    A level is "inner" (the ranks of this host), "outer" (the ranks of other hosts that have the
+    local rank of this rank) or "all".
 
     Args:
-        name: Of its connections, the same on all ranks and no other's.
+        topology: The ranks and their hosts.
         group: The ranks.
-        levels: Those of each level.
-        device: Where messages lie.
-        stats: Where waiting is counted.
+        device: The device of the tensors.
+        stats: The counts to which the time on the network is added.
     """
 
-    # What survives a call: the lanes, and whose turn it is; on a device their streams; why nothing
-    # is exchanged. Threads and backends, and what gives them back.
+    # Private attributes that survive a call:
+    # _num_jobs: the number of jobs, which selects the next slot.
+    # _failure: the reason for which nothing is sent any more, or "".
+    # _executors, _backends: threads and connections, which `_finalizer` releases.
+    # _streams: on a GPU, the stream of each slot.
+
     def __init__(
-        self,
-        name: str,
-        group: ProcessGroup,
-        levels: Levels,
-        device: torch.device,
-        stats: HookStats,
+        self, topology: Topology, group: ProcessGroup, device: torch.device, stats: HookStats
     ) -> None:
-        self._rank, self._levels, self._device, self._stats = group.rank(), levels, device, stats
-        self.lanes = [Lane(index, device) for index in range(LANES)]
-        self._count, self._failure = 0, ""
+        self._rank = group.rank()
+        self._ranks_by_level = {
+            "inner": topology.host_ranks,
+            "outer": topology.peer_ranks,
+            "all": list(range(group.size())),
+        }
+        self._device = device
+        self._stats = stats
+        self._slots = [CommSlot(index, device) for index in range(NUM_SLOTS)]
+        self._num_jobs = 0
+        self._failure = ""
         self._streams: Sequence[torch.Stream] = ()
-        self._workers: list[ThreadPoolExecutor] = []
+        self._executors: list[ThreadPoolExecutor] = []
         self._backends: dict[tuple[str, int], Any] = {}
-        self._connect(name, group)
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._backends)
+        self._connect(next(topology.store_prefixes), group)
+        self._finalizer = weakref.finalize(self, _release, self._executors, self._backends)
 
-    def _connect(self, name: str, group: ProcessGroup) -> None:
-        """Make what lanes send by."""
-        raise NotImplementedError
+    @abstractmethod
+    def _connect(self, prefix: str, group: ProcessGroup) -> None:
+        """Make the connections of all slots."""
 
-    def next(self) -> Lane:
-        """Return the lane of the next job.
+    @abstractmethod
+    def submit(self, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:
+        """Run a job in the next slot, and return the future of its result.
+
+        Args:
+            job: The work.
+            tensors: The caller's tensors that the job reads or writes.
 
         Raises:
-            RuntimeError: A job failed before, on any lane, or it is closed.
+            RuntimeError: A job has failed before, or the hook is closed.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self, level: str, slot: CommSlot, received: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        """Send a contiguous tensor to each other rank of a level, and receive one from each.
+
+        Args:
+            level: "inner" or "outer".
+            slot: The slot of the job.
+            received: A tensor for each rank. That of this rank is empty.
+            sent: A tensor for each rank. That of this rank is empty.
+        """
+
+    @abstractmethod
+    def all_to_all_single(self, level: str, slot: CommSlot, received: Tensor, sent: Tensor) -> None:
+        """Send a row to each other rank of a level, and receive a row from each.
+
+        Args:
+            level: "inner" or "outer".
+            slot: The slot of the job.
+            received: uint8 (ranks, bytes), contiguous. The content of this rank's row is undefined.
+            sent: uint8 (ranks, bytes), contiguous.
+        """
+
+    @abstractmethod
+    def all_gather(self, level: str, slot: CommSlot, rows: Tensor, row: Tensor) -> None:
+        """Send a row to all ranks of a level, and receive a row from each.
+
+        Args:
+            level: The level.
+            slot: The slot of the job.
+            rows: uint8 (ranks, bytes), contiguous.
+            row: uint8 (bytes,), in other memory or this rank's row of ``rows``.
+        """
+
+    @abstractmethod
+    def all_reduce(self, slot: CommSlot, values: Tensor) -> None:
+        """Add up a few values over all ranks, in place."""
+
+    def next_slot(self) -> CommSlot:
+        """Return the slot of the next job.
+
+        Raises:
+            RuntimeError: A job has failed before, or the hook is closed.
         """
         self.check()
-        self._count += 1
-        return self.lanes[self._count % LANES]
+        self._num_jobs += 1
+        return self._slots[self._num_jobs % NUM_SLOTS]
 
     def check(self) -> None:
-        """Raise where a job failed before, on any lane, or it is closed."""
+        """Raise RuntimeError if a job has failed before in any slot, or the hook is closed."""
         if self._failure:
             raise RuntimeError(self._failure)
 
-    def failed(self, error: Exception) -> None:
-        """Exchange nothing any more."""
+    def mark_failed(self, error: Exception) -> None:
+        """Send nothing any more, because of an error."""
         self._failure = self._failure or (
             f"an exchange of gradients failed before ({error}): no gradients are exchanged any "
             "more; end this job, and start it again from its last checkpoint"
         )
 
     def close(self) -> None:
-        """Give threads and connections back, when what was submitted is done. Not collective."""
-        for worker in self._workers:
-            worker.shutdown()
+        """Wait for submitted jobs, and release threads and connections. Ranks may close alone."""
+        for executor in self._executors:
+            executor.shutdown()
         for stream in self._streams:
             stream.synchronize()
         self._failure = self._failure or _CLOSED
         self._finalizer()
 
 
-class HostTransport(Transport):
-    """Runs jobs in turn on two lanes, while the caller goes on; sends what they send.
+class GlooTransport(Transport):
+    """Messages of CPU tensors, which a thread for each slot sends while the caller goes on.
 
-    A thread a lane takes its jobs in turn. The interpreter joins it before it ends: one that it
-    finds in torch aborts the process.
+    The interpreter joins the threads before it ends, because a thread that is still in torch then
+    would abort the process.
 
-    Exchanges with one rank after another, and one bucket after another: streams that share a link
-    divide it unevenly, and all wait for the slowest.
+    A rank sends to one rank after another, and the slots send one after another: streams that share
+    a link divide it unevenly, and all ranks would wait for the slowest.
     """
 
-    def _connect(self, name: str, group: ProcessGroup) -> None:
-        self._workers.extend(ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self.lanes)
-        ranks = self._levels["all"]
-        made = torch_compat.new_communicator(name, group, ranks, self._device)
-        # Who is connected may close at once, as where torch refuses a hook: not before all are.
-        made.allreduce([torch.zeros(1, device=self._device)]).wait()
-        self._backends["all", 0] = made
-        # What ends the turn of the last job.
-        self._over = threading.Event()
-        self._over.set()
+    def _connect(self, prefix: str, group: ProcessGroup) -> None:
+        self._executors.extend(ThreadPoolExecutor(1, "distamp-comm-hook") for _ in self._slots)
+        ranks = self._ranks_by_level["all"]
+        gloo = torch_private.new_communicator(prefix, group, ranks, self._device)
+        # A rank may close at once, for example if torch refuses the hook. All ranks must have
+        # connected before.
+        gloo.allreduce([torch.zeros(1, device=self._device)]).wait()
+        self._backends["all", 0] = gloo
+        # The event at which the last job has left the network.
+        self._last_job_sent = threading.Event()
+        self._last_job_sent.set()
 
-    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
-        """Return the future of what ``job`` returns; whoever waits for it raises what it raised.
+    def submit(self, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:  # noqa: D102
+        slot = self.next_slot()
+        result = Future[Any]()
+        job_sent = threading.Event()
+        order = partial(_in_submission_order, self._last_job_sent, job_sent)
+        self._last_job_sent = job_sent
+        self._executors[slot.index].submit(self._run, job, slot, order, result)
+        # A future with a Python error reaches DDP, which waits in C++, as a value. An error that a
+        # callback raises arrives as an error, and this callback starts no collective.
+        return result.then(_value_or_raise)
 
-        Args:
-            job: What to do with a lane.
-            uses: Tensors of the caller that the job reads or writes.
-
-        Raises:
-            RuntimeError: A job failed before, or it is closed.
-        """
-        lane, done, over = self.next(), Future[Any](), threading.Event()
-        turn, self._over = partial(_turn, self._over, over), over
-        self._workers[lane.index].submit(self._run, job, lane, turn, done)
-        # An error set on a future from Python reaches C++, where DDP waits, as a value. Raised in
-        # a callback, which starts no collective, it arrives as an error.
-        return done.then(_value_or_raise)
-
-    def _run(self, job: Job, lane: Lane, turn: Any, done: Future[Any]) -> None:
-        lane.turn = turn
+    def _run(self, job: Job, slot: CommSlot, order: Any, result: Future[Any]) -> None:
+        slot.network_order = order
+        outcome: Tensor | Exception
         try:
             self.check()
             with torch.no_grad():
-                outcome: Tensor | Exception = job(lane)
+                outcome = job(slot)
         except Exception as error:
-            self.failed(error)
-            # Ranks that wait for this one hear of it as its connections end, which the locals of
-            # what failed would keep.
+            self.mark_failed(error)
+            # The other ranks raise when the connections end, and the local variables of the frames
+            # would keep the connections alive.
             self._backends.clear()
             traceback.clear_frames(error.__traceback__)
             outcome = error
-        with turn():
-            done.set_result(outcome)
+        with order():
+            result.set_result(outcome)
 
-    def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
-        """Send each other rank of a level its row, and receive one from each.
-
-        Args:
-            level: That of `Levels`.
-            lane: Whose messages they are.
-            received: uint8 (ranks, bytes), contiguous; nothing is known of this rank's own row.
-            sent: The same.
-        """
-        self.all_to_all_parts(level, lane, received.unbind(), sent.unbind())
-
-    def all_to_all_parts(
-        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
+    def all_to_all(  # noqa: D102
+        self, level: str, slot: CommSlot, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
-        """Do the same with a tensor for each rank, of its own length, which may be none."""
         start = time.perf_counter()
         self.check()
-        backend, ranks = self._backends["all", 0], self._levels[level]
-        size, mine = len(ranks), ranks.index(self._rank)
-        tag = 2 * lane.index + (level == "inner")
-        for turn in range(1, size):
-            source, target = (mine - turn) % size, (mine + turn) % size
-            works = []
-            if received[source].numel():
-                works.append(backend.recv([received[source]], ranks[source], tag))
-            if sent[target].numel():
-                works.append(backend.send([sent[target]], ranks[target], tag))
-            for work in works:
-                work.wait()
+        gloo = self._backends["all", 0]
+        ranks = self._ranks_by_level[level]
+        size = len(ranks)
+        index = ranks.index(self._rank)
+        tag = 2 * slot.index + (level == "inner")
+        for shift in range(1, size):
+            source = (index - shift) % size
+            target = (index + shift) % size
+            receiving = gloo.recv([received[source]], ranks[source], tag)
+            sending = gloo.send([sent[target]], ranks[target], tag)
+            receiving.wait()
+            sending.wait()
         self._stats.seconds_waiting += time.perf_counter() - start
 
-    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
-        """Send a row to each rank of a level, and receive each one's.
+    def all_to_all_single(  # noqa: D102
+        self, level: str, slot: CommSlot, received: Tensor, sent: Tensor
+    ) -> None:
+        self.all_to_all(level, slot, received.unbind(), sent.unbind())
 
-        Args:
-            level: That of `Levels`.
-            lane: Whose messages they are.
-            rows: uint8 (ranks, bytes), contiguous.
-            own: uint8 (1, bytes): this rank's row in ``rows``, or memory elsewhere.
-        """
-        self.all_to_all_parts(level, lane, rows.unbind(), [own] * len(rows))
-        rows[self._levels[level].index(self._rank)] = own[0]
+    def all_gather(self, level: str, slot: CommSlot, rows: Tensor, row: Tensor) -> None:  # noqa: D102
+        self.all_to_all(level, slot, rows.unbind(), [row] * len(rows))
+        rows[self._ranks_by_level[level].index(self._rank)] = row
 
-    def all_reduce(self, lane: Lane, values: Tensor) -> None:
-        """Add up a few values over all ranks, in place."""
+    def all_reduce(self, slot: CommSlot, values: Tensor) -> None:  # noqa: D102
         self.check()
         self._backends["all", 0].allreduce([values]).wait()
 
 
-class DeviceTransport(Transport):
-    """As `HostTransport`, on a device, of which each lane has a stream."""
+class NcclTransport(Transport):
+    """Messages of tensors on a GPU or another accelerator, in a stream for each slot."""
 
-    def _connect(self, name: str, group: ProcessGroup) -> None:
-        self._streams = [torch.Stream(self._device, priority=-1) for _ in self.lanes]
-        for level, ranks in self._levels.items():
-            for lane in self.lanes if len(ranks) > 1 else ():
-                own = f"{name}/{level}/{min(ranks)}/{lane.index}"
-                made = torch_compat.new_communicator(own, group, ranks, self._device)
-                self._backends[level, lane.index] = made
+    def _connect(self, prefix: str, group: ProcessGroup) -> None:
+        self._streams = [torch.Stream(self._device, priority=-1) for _ in self._slots]
+        for level, ranks in self._ranks_by_level.items():
+            if len(ranks) == 1:
+                continue
+            for slot in self._slots:
+                name = f"{prefix}/{level}/{min(ranks)}/{slot.index}"
+                communicator = torch_private.new_communicator(name, group, ranks, self._device)
+                self._backends[level, slot.index] = communicator
 
-    def submit(self, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
-        """As `HostTransport.submit`; the caller puts what the job does on a stream."""
-        lane = self.next()
-        stream = self._streams[lane.index]
+    def submit(self, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:  # noqa: D102
+        slot = self.next_slot()
+        stream = self._streams[slot.index]
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         result: Future[Tensor] = Future(devices=[self._device])
         with stream, torch.no_grad():
-            for each in uses:
-                each.record_stream(stream)
+            for tensor in tensors:
+                tensor.record_stream(stream)
             try:
-                result.set_result(job(lane))
+                result.set_result(job(slot))
             except Exception as error:
-                self.failed(error)
+                self.mark_failed(error)
                 raise
         return result
 
-    def all_to_all(self, level: str, lane: Lane, received: Tensor, sent: Tensor) -> None:
-        """As `HostTransport.all_to_all`. One buffer: its cost does not grow with the ranks."""
-        self._backends[level, lane.index].alltoall_base(received, sent, [], []).wait()
-
-    def all_to_all_parts(
-        self, level: str, lane: Lane, received: Sequence[Tensor], sent: Sequence[Tensor]
+    def all_to_all(  # noqa: D102
+        self, level: str, slot: CommSlot, received: Sequence[Tensor], sent: Sequence[Tensor]
     ) -> None:
-        """As `HostTransport.all_to_all_parts`."""
-        self._backends[level, lane.index].alltoall([*received], [*sent]).wait()
+        backend = self._backends[level, slot.index]
+        backend.alltoall([*received], [*sent]).wait()
 
-    def all_gather(self, level: str, lane: Lane, rows: Tensor, own: Tensor) -> None:
-        """As `HostTransport.all_gather`."""
-        torch_compat.all_gather(self._backends[level, lane.index], rows, own).wait()
+    def all_to_all_single(  # noqa: D102
+        self, level: str, slot: CommSlot, received: Tensor, sent: Tensor
+    ) -> None:
+        # One call for all ranks: its cost on the host does not grow with the number of ranks.
+        self._backends[level, slot.index].alltoall_base(received, sent, [], []).wait()
 
-    def all_reduce(self, lane: Lane, values: Tensor) -> None:
-        """As `HostTransport.all_reduce`."""
-        self._backends["all", lane.index].allreduce([values]).wait()
+    def all_gather(self, level: str, slot: CommSlot, rows: Tensor, row: Tensor) -> None:  # noqa: D102
+        torch_private.all_gather(self._backends[level, slot.index], rows, row).wait()
+
+    def all_reduce(self, slot: CommSlot, values: Tensor) -> None:  # noqa: D102
+        self._backends["all", slot.index].allreduce([values]).wait()
 
 
 @contextmanager
-def _turn(before: threading.Event, over: threading.Event) -> Iterator[None]:
-    """Wait for the end of the turn before; end this one. Of one job on a host."""
-    before.wait()
+def _in_submission_order(
+    previous_sent: threading.Event, job_sent: threading.Event
+) -> Iterator[None]:
+    """Wait until the previous job has left the network, and let the next job in at the end."""
+    previous_sent.wait()
     try:
         yield
     finally:
-        over.set()
+        job_sent.set()
 
 
-def _value_or_raise(done: Future[Any]) -> Tensor:
-    outcome: Tensor | Exception = done.value()
+def _value_or_raise(result: Future[Any]) -> Tensor:
+    outcome: Tensor | Exception = result.value()
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def _end(workers: Sequence[ThreadPoolExecutor], backends: MutableMapping[Any, Any]) -> None:
-    """Let threads end with what they do, and give connections back."""
-    for worker in workers:
-        worker.shutdown(wait=False)
+def _release(executors: Sequence[ThreadPoolExecutor], backends: MutableMapping[Any, Any]) -> None:
+    """Let threads end after their jobs, and shut connections down."""
+    for executor in executors:
+        executor.shutdown(wait=False)
     for backend in backends.values():
-        torch_compat.shut_down(backend)
+        torch_private.shut_down(backend)
     backends.clear()

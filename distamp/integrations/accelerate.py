@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.comm_hooks import register_comm_hook
-from distamp.comm_hooks.torch_compat import awaits_first_reduction, not_compiled
+from distamp.comm_hooks.torch_private import awaits_first_reduction, unwrap_compiled
 from distamp.errors import ConfigError
 from distamp.guard import StepGuard
 from distamp.integrations.shared import (
@@ -125,7 +125,7 @@ def _no_sync(no_sync: Callable[[Any], AbstractContextManager[None]], model: Any)
 
     torch records a static graph in the first backward pass, and fails if that is not reduced.
     """
-    wrapper = not_compiled(model)
+    wrapper = unwrap_compiled(model)
     if isinstance(wrapper, DistributedDataParallel) and awaits_first_reduction(wrapper):
         return nullcontext()
     return no_sync(model)

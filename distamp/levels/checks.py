@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from distamp.autocast import OpLists
 from distamp.autocast.module_precision import get_module_precision
 from distamp.autocast.op_kernels import CastPolicy
-from distamp.comm_hooks.torch_compat import output_dtype_of
 from distamp.errors import ConfigError
+from distamp.fsdp_unit import FSDPUnit
 from distamp.levels.casting import O2_OF, cast_as, check_cast_before, check_frozen
 from distamp.levels.float8 import check_kernels
 from distamp.levels.kept import Pins
@@ -173,7 +173,7 @@ def _check_output_dtypes(model: nn.Module, level: PrecisionLevel) -> None:
             if units[child] is child:
                 around[child] = unit
     for unit, outer in around.items():
-        dtype = output_dtype_of(unit)
+        dtype = FSDPUnit(unit).output_dtype
         if dtype in (None, level.param) or outer not in takes_inputs:
             continue
         names = module_names(model)

@@ -10,14 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from distamp.comm_hooks.torch_compat import (
-    accumulating_in_reduce_dtype,
-    awaits_first_reduction,
-    drop_unreduced_gradients,
-    not_compiled,
-    paused_gradient_sync,
-)
+from distamp.comm_hooks.torch_private import awaits_first_reduction, unwrap_compiled
 from distamp.errors import CallOrderError
+from distamp.fsdp_unit import FSDPUnit
 from distamp.levels.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, name_of
 
 __all__ = ["GradientSync"]
@@ -43,7 +38,7 @@ class GradientSync:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = tuple(models)
-        plain = [not_compiled(model) for model in models]
+        plain = [unwrap_compiled(model) for model in models]
         self.left_unreduced = False
         self._pauses = 0
         self._accumulates = False
@@ -73,7 +68,7 @@ class GradientSync:
                 # fairscale's region does not restore anything when an exception passes through it.
                 stack.callback(region.__exit__, None, None, None)
             for unit in self._units:
-                stack.enter_context(paused_gradient_sync(unit))
+                stack.enter_context(FSDPUnit(unit).paused_gradient_sync())
             self._pauses += 1
             self._outputs.paused = True
             try:
@@ -96,7 +91,7 @@ class GradientSync:
             with contextlib.ExitStack() as stack:
                 if self._accumulates and not paused:
                     for unit in self._units:
-                        stack.enter_context(accumulating_in_reduce_dtype(unit))
+                        stack.enter_context(FSDPUnit(unit).accumulating_in_reduce_dtype())
                 yield
         finally:
             self._outputs.end_pass()
@@ -111,7 +106,7 @@ class GradientSync:
                 as if its gradient had been reduced before it was cleared.
         """
         for unit in self._units:
-            for param in drop_unreduced_gradients(unit):
+            for param in FSDPUnit(unit).drop_unreduced_gradients():
                 if param.grad is None and not set_to_none:
                     param.grad = param.detach().new_zeros(param.shape)
         self.left_unreduced = self._accumulates = False

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distamp.comm_hooks.torch_compat import policy_of
+from distamp.fsdp_unit import FSDPUnit
 from distamp.grads import is_dtensor
 
 __all__ = [
@@ -114,7 +114,8 @@ def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
     What is reduced in the parameters' own dtype is taken for float32, which FSDP2's masters are.
     """
     if name_of(module) == FSDP2:
-        return policy_of(module, torch.float32)
+        unit = FSDPUnit(module)
+        return unit.param_dtype, unit.reduce_dtype(torch.float32)
     policy: Any = getattr(module, "mixed_precision", None)
     return getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
 

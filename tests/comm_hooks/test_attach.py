@@ -283,7 +283,7 @@ def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved():
     nameless = comm_hooks.CommHook("int8")
     model.register_comm_hook(nameless, comm_hooks.fp16_compress_hook)
     model(inputs(0, LARGE[0])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call state\.name_parameters"):
+    with pytest.raises(RuntimeError, match=r"Call hook\.name_parameters"):
         nameless.state_dict()
 
 

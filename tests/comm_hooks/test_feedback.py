@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard, comm_hooks
-from distamp.comm_hooks import COMM_FORMATS, CommHook, formats
-from distamp.comm_hooks.feedback import Residual
-from distamp.comm_hooks.formats import BLOCK, Places, Source
+from distamp.comm_hooks import COMM_FORMATS, CommHook
+from distamp.comm_hooks.formats import BLOCK_NUMEL
+from distamp.comm_hooks.residuals import Residual
 from tests.comm_hooks.training import relative
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -21,7 +21,7 @@ from tests.ranks import mesh
 # -- the store of residuals alone ------------------------------------------------------------------
 
 SKIPPED, TAKEN = 1.0, 0.0
-NUMEL = 2 * BLOCK
+NUMEL = 2 * BLOCK_NUMEL
 
 
 class Store:
@@ -35,22 +35,24 @@ class Store:
     def gradient(self, scale: float = 1.0) -> Tensor:
         return torch.randn(NUMEL, generator=self._draw) * scale
 
+    def stored(self, name: str) -> Residual:
+        """The residual of a bucket, in the memory that messages read and write."""
+        bucket = [self.buckets[name]]
+        (residual,) = self.hook.residuals.get("1x2, shards", bucket, [NUMEL], torch.device("cpu"))
+        return residual
+
     def residual(self, name: str) -> Tensor:
-        """The residual in unscaled units; the exchange works on this very tensor."""
-        cpu = torch.device("cpu")
-        (feedback,) = self.hook.feedback("1x2, shards", [self.buckets[name]], [NUMEL], cpu)
-        return feedback.residual
+        """The residual in unscaled units."""
+        return self.stored(name).values
 
     def exchange(self, name: str, gradient: Tensor) -> Tensor:
-        """Return what the other ranks receive of a gradient."""
-        wire, cpu = COMM_FORMATS["int8"], torch.device("cpu")
-        (feedback,) = self.hook.feedback("1x2, shards", [self.buckets[name]], [NUMEL], cpu)
-        places = Places(NUMEL, [(0, 0, NUMEL)])
-        source = Source(gradient, gradient.view(1, -1)[:0], places, own=1, inverse=1.0)
-        sent, received = torch.empty(1, wire.row_bytes(NUMEL), dtype=torch.uint8), gradient.clone()
-        formats.encode(wire, source, sent, feedback)
-        formats.decode(wire, sent, places, received)
-        return received
+        """Return the elements of a gradient that the other ranks receive."""
+        int8 = COMM_FORMATS["int8"]
+        blocks = gradient.view(-1, BLOCK_NUMEL).clone()
+        sent = torch.empty(int8.row_bytes(NUMEL), dtype=torch.uint8)
+        self.stored(name).encode(int8, blocks, sent)
+        int8.decode(sent, blocks)
+        return blocks.flatten()
 
     def end_iteration(self, *flags: float) -> None:
         for flag in flags:
@@ -60,7 +62,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr("distamp.comm_hooks.feedback.who", lambda: "rank 0 of 2")
+    monkeypatch.setattr("distamp.comm_hooks.residuals.rank_label", lambda: "rank 0 of 2")
     return Store()
 
 
@@ -102,10 +104,10 @@ def test_a_block_that_waits_while_a_step_is_skipped_keeps_its_error(store):
     store.exchange("a", store.gradient())
     store.end_iteration(TAKEN)
     before = store.residual("a").clone()
-    store.exchange("a", torch.cat([torch.zeros(BLOCK), store.gradient(1e4)[BLOCK:]]))
+    store.exchange("a", torch.cat([torch.zeros(BLOCK_NUMEL), store.gradient(1e4)[BLOCK_NUMEL:]]))
     store.end_iteration(SKIPPED)
-    assert torch.equal(store.residual("a")[:BLOCK], before[:BLOCK])
-    assert not store.residual("a")[BLOCK:].any()
+    assert torch.equal(store.residual("a")[:BLOCK_NUMEL], before[:BLOCK_NUMEL])
+    assert not store.residual("a")[BLOCK_NUMEL:].any()
 
 
 def test_one_of_several_optimizers_that_skips_drops_the_error_of_all(store):
@@ -162,12 +164,12 @@ def test_a_state_that_was_saved_after_a_skip_has_nothing_of_that_step():
 
 
 def test_a_residual_of_several_blocks_drops_those_that_were_written():
-    residual = Residual.from_values(torch.ones(3 * BLOCK))
+    residual = Residual.from_values(torch.ones(3 * BLOCK_NUMEL))
     residual.written[1] = True
     residual.drop_written(torch.tensor(TAKEN))
     assert residual.values.all()
     residual.drop_written(torch.tensor(SKIPPED))
-    assert residual.values.view(3, BLOCK).any(1).tolist() == [True, False, True]
+    assert residual.values.view(3, BLOCK_NUMEL).any(1).tolist() == [True, False, True]
 
 
 # -- layers that drop out, in training -------------------------------------------------------------
@@ -284,9 +286,9 @@ def test_a_layer_of_a_partly_used_fsdp2_module_has_no_error_of_another_layer():
     layers = fully_shard(Layers())
     hook = comm_hooks.register_comm_hook(layers, "int8")
     for seed, (name, scale) in enumerate({"a": 1e4, "b": 1.0}.items()):
-        given = everyones_gradients(seed, scale)
-        layers({name: given[dist.get_rank()]}).backward()
+        everyones = everyones_gradients(seed, scale)
+        layers({name: everyones[dist.get_rank()]}).backward()
         found = getattr(layers, name).weight.grad.full_tensor()
-        assert relative(found, given.mean(0)) < 1e-6
+        assert relative(found, everyones.mean(0)) < 1e-6
     (reason,) = hook.stats().fallbacks
     assert "FSDP2 left out parameters of a module that were not used" in reason

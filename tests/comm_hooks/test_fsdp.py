@@ -31,9 +31,10 @@ from distamp.comm_hooks import (
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
     register_comm_hook,
-    torch_compat,
+    torch_private,
 )
-from distamp.comm_hooks.transport import HostTransport, Job
+from distamp.comm_hooks.transport import GlooTransport, Job
+from distamp.fsdp_unit import FSDPUnit
 from tests.comm_hooks.training import agreed, full_gradients, relative
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -110,7 +111,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_foretold(own, gathers, reduc
     comm = Reduces()
     layer.set_custom_reduce_scatter(comm)
     layer(torch.ones(2, 64, dtype=own)).sum().backward()
-    assert comm.found == {torch_compat.policy_of(layer, own)[1]}
+    assert comm.found == {FSDPUnit(layer).reduce_dtype(own)}
 
 
 @on_ranks("world")
@@ -376,7 +377,7 @@ def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = Non
         register_comm_hook(model, wire, ranks_per_host=ranks_per_host, param_format=gather)
     peak = Peak()
     # What lanes allocate is counted in this thread alone.
-    here = patch.object(HostTransport, "submit", _at_once)
+    here = patch.object(GlooTransport, "submit", _at_once)
     for _ in range(2):  # With what stays from the first pass on.
         loss = model(torch.ones(2, WIDTH)).sum()
         with peak, here:
@@ -384,9 +385,9 @@ def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = Non
     return peak.most
 
 
-def _at_once(transport: HostTransport, job: Job, uses: Sequence[Tensor] = ()) -> Future[Tensor]:
+def _at_once(transport: GlooTransport, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:
     with torch.no_grad():
-        return torch_compat.completed(job(transport.next()))
+        return torch_private.completed_future(job(transport.next_slot()))
 
 
 @on_ranks(4)

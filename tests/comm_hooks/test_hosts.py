@@ -13,19 +13,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks.hosts import Row, hosts_of
+from distamp.comm_hooks.topology import RankInfo, group_by_host
 from distamp.errors import RankMismatchError
 from tests.comm_hooks.training import BOUNDS, WIDTHS, gradients, inputs, mlp, relative
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh, subgroup
 
 
-def rows(hosts: str, local: list[int] | int = 0, given: int | None = None) -> list[Row]:
+def rows(hosts: str, local: list[int] | int = 0, given: int | None = None) -> list[RankInfo]:
     """A rank on each of these hosts, named by letters."""
     sizes = local if isinstance(local, list) else [local] * len(hosts)
     pairs = zip(hosts, sizes, strict=True)
     return [
-        Row(rank, host, size, given, "fp16", f"n{rank}") for rank, (host, size) in enumerate(pairs)
+        RankInfo(rank, host, size, given, "fp16", f"n{rank}")
+        for rank, (host, size) in enumerate(pairs)
     ]
 
 
@@ -51,7 +52,7 @@ def rows(hosts: str, local: list[int] | int = 0, given: int | None = None) -> li
     ],
 )
 def test_two_levels_where_hosts_are_even(table, ranks):
-    assert hosts_of(table).ranks == ranks
+    assert group_by_host(table, rank=0).hosts == ranks
 
 
 def _error(hosts: str, local: dict[int, str], wire: Any, stage: Any = None) -> tuple[float, Any]:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import COMM_FORMATS, CommFormat
+from distamp.comm_hooks import COMM_FORMATS
+from distamp.comm_hooks.formats import CastFormat, Int8Blocks
 from distamp.errors import RankMismatchError
 from tests.comm_hooks.training import (
     BOUNDS,
@@ -71,7 +72,7 @@ MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     ),
     "needs error feedback": lambda: (spread("FSDP1")[0], {"format": "int8"}),
     "not supported for hybrid strategies": _hybrid,
-    "has a custom collective (WireReduceScatter) already": lambda: _registered("FSDP2"),
+    "has a custom collective (CompressedReduceScatter) already": lambda: _registered("FSDP2"),
     "reduced in torch.bfloat16, which takes 2: choose 'int8' or no hook": lambda: spread(
         "FSDP2", mp_policy=MixedPrecisionPolicy(BF16, BF16)
     ),
@@ -130,14 +131,18 @@ def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(opt
     assert torch.equal(full_gradients(model), full_gradients(plain))
 
 
+class NarrowInt8(Int8Blocks):
+    """The name of a format of the library, and other arithmetic."""
+
+
 @pytest.mark.parametrize(
     "wire",
     [
-        CommFormat("fp8", torch.float8_e4m3fn, 448),
-        CommFormat("int16", torch.int16, 32767),
-        CommFormat("int8", torch.int8, 63),
+        CastFormat("fp8", torch.float8_e4m3fn),
+        CastFormat("bf16", torch.float16),
+        NarrowInt8(),
     ],
-    ids=["a new name", "another new name", "another meaning of a name"],
+    ids=["a new name", "another dtype of a name", "another class of a name"],
 )
 def test_a_format_of_the_users_own_is_refused(wire):
     with pytest.raises(ValueError, match=r"is not one of COMM_FORMATS.*: fp16, bf16, int8"):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
 from distamp.comm_hooks import COMM_FORMATS, HookStats
-from distamp.comm_hooks.plans import bucket_plan, shard_plan
+from distamp.comm_hooks.collectives import LayoutBuilder
 from tests.on_ranks import on_ranks
 
 
@@ -53,29 +53,35 @@ def test_bytes_are_counted_beside_those_of_a_ring(ranks_per_host, share):
     assert stats.total_bytes == pytest.approx(0.502 * compressed * 4 * numel, rel=1e-3)
 
 
-# -- plans: never more bytes than gradients are, and far fewer where there are many ----------------
+# -- layouts: never more bytes than gradients are, and far fewer where there are many ------------
 
 by_name = pytest.mark.parametrize("wire", list(COMM_FORMATS.values()), ids=lambda each: each.name)
 RANKS = [(wide, here) for wide in (2, 3, 16, 128, 1024) for here in (1, 2, 8)]
 
 
-def bucket_share(wire, wide, here, numels):
-    """What leaves a host, beside the same elements as fp32 in a ring between hosts."""
-    plan = bucket_plan(wire, wide, here, 0, numels, 4)
-    # What has no plan is all-reduced as it is.
-    if plan is None:
-        return 1.0
-    rows = wide * here * plan.parts[0].row_bytes
-    return (rows + 4 * len(plan.small)) / (4 * sum(numels))
+def slice_bytes(wire, layout):
+    """The bytes that a rank sends to another one."""
+    return sum(wire.row_bytes(256 * part.num_blocks) for part in layout.slices)
 
 
-def shard_share(wire, wide, here, numels):
-    plan = shard_plan(wire, wide, here, numels, 4)
-    if plan is None:
+def bucket_share(wire, num_hosts, ranks_per_host, numels):
+    """The bytes that leave a host, divided by those of fp32 elements in a ring between hosts."""
+    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4).bucket()
+    # A bucket without a layout is sent uncompressed.
+    if layout is None:
         return 1.0
-    # What is small is all-reduced, which is twice a reduce-scatter.
-    rows = sum(part.row_bytes for part in plan.parts)
-    return (rows + 8 * len(plan.small)) / (4 * sum(numels))
+    sent = num_hosts * ranks_per_host * slice_bytes(wire, layout)
+    return (sent + 4 * len(layout.uncompressed_index)) / (4 * sum(numels))
+
+
+def shard_share(wire, num_hosts, ranks_per_host, numels):
+    ranks = range(num_hosts * ranks_per_host)
+    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4).shards(ranks)
+    if layout is None:
+        return 1.0
+    # Uncompressed elements are all-reduced, which takes twice the bytes of a reduce-scatter.
+    sent = slice_bytes(wire, layout) + 8 * len(layout.uncompressed_index)
+    return sent / (4 * sum(numels))
 
 
 @pytest.mark.parametrize("share", [bucket_share, shard_share])

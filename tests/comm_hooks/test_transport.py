@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from distamp.comm_hooks import HookStats, torch_compat, transport
+from distamp.comm_hooks import HookStats, torch_private, transport
+from distamp.comm_hooks.topology import Topology
 from tests.comm_hooks.training import inputs, mlp
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
@@ -26,7 +27,8 @@ import time, torch
 import torch.distributed as dist
 from contextlib import suppress
 from datetime import timedelta
-from distamp.comm_hooks.transport import HostTransport
+from distamp.comm_hooks.topology import Topology
+from distamp.comm_hooks.transport import GlooTransport
 from distamp.comm_hooks.stats import HookStats
 
 class Slow:
@@ -34,7 +36,7 @@ class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(1)
 
-def waits(lane):
+def waits(slot):
     # In torch, as an exchange is.
     with suppress(dist.DistStoreError):
         dist.HashStore().wait(["never"], timedelta(seconds=0.5))
@@ -42,9 +44,9 @@ def waits(lane):
 
 torch.slow = Slow()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-levels = dict.fromkeys(["inner", "outer", "all"], [0])
+topology = Topology(0, [[0]], "one rank", iter(["name"]))
 place = torch.device("cpu")
-transport = HostTransport("name", dist.group.WORLD, levels, place, HookStats())
+transport = GlooTransport(topology, dist.group.WORLD, place, HookStats())
 transport.submit(waits)
 """
 
@@ -103,14 +105,14 @@ def test_the_first_use_after_the_group_was_destroyed_gives_them_back():
         model(inputs(0, 31)).sum().backward()
         dist.destroy_process_group(group)
         with pytest.raises(RuntimeError, match="group of this communication hook was destroyed"):
-            state.average(torch.ones(3), [])
+            state.all_reduce_mean(torch.ones(3))
     assert _counts()[0] == threads
 
 
 @on_ranks(2)
 def test_nobody_has_connected_before_all_have():
     """Or one that lets go at once, as where torch refuses a hook, would fail the others."""
-    store, new = dist.distributed_c10d._get_default_store(), torch_compat.new_communicator
+    store, new = dist.distributed_c10d._get_default_store(), torch_private.new_communicator
 
     def late(*given: Any) -> Any:
         made = new(*given)
@@ -119,7 +121,7 @@ def test_nobody_has_connected_before_all_have():
             store.set("connected last", "")
         return made
 
-    with mock.patch.object(torch_compat, "new_communicator", late):
+    with mock.patch.object(torch_private, "new_communicator", late):
         comm_hooks.register_comm_hook(DistributedDataParallel(mlp(8, 8)), "fp16")
     assert store.check(["connected last"])
 
@@ -151,15 +153,16 @@ def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock
     with (
         mock.patch.multiple(dist, create=True, **mocked),
         mock.patch.object(dist, "get_backend_config", return_value="meta:nccl"),
-        mock.patch.object(torch_compat, "_timeout_of", return_value=timedelta(seconds=9)),
+        mock.patch.object(torch_private, "_timeout_of", return_value=timedelta(seconds=9)),
         mock.patch.object(torch, "Stream", mock.MagicMock()) as stream,
     ):
-        levels = {"inner": [group.rank()], "outer": [0, 1]}
+        topology = Topology(group.rank(), [[0], [1]], "two hosts", iter(["name"]))
         place = torch.device("meta")
-        made = transport.DeviceTransport("name", group, levels, place, HookStats())
+        made = transport.NcclTransport(topology, group, place, HookStats())
         backends = list(made._backends.values())
         made.close()
     assert {call.kwargs["priority"] for call in stream.call_args_list} == {-1}
     # The stage's ranks alone, no split of the default group; none for a level of one rank.
-    assert _Backend.made == [(rank // 2, 2, True)] * 2
-    assert [each.ends for each in backends] == [1, 1]
+    # Two slots, each with a communicator between hosts and one between all ranks.
+    assert _Backend.made == [(rank // 2, 2, True)] * 4
+    assert [each.ends for each in backends] == [1] * 4

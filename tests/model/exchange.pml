@@ -1,4 +1,4 @@
-/* The exchange over two levels, by two lanes: comm_hooks/exchange.py and lanes.py on hosts.
+/* The exchange over two levels, by two lanes: comm_hooks/collectives.py and transport.py on CPUs.
  *
  * Two hosts of two ranks each average JOBS buckets one after another. A rank has two lanes, each
  * a thread with memory of its own; bucket n goes by lane n mod 2. In a turn, one lane of a rank at a

@@ -464,7 +464,7 @@ def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out() -> None:
     after = state.state_dict()["residuals"]
     assert before.keys() == after.keys()
     assert all(all(map(torch.equal, before[key], after[key])) for key in before)
-    assert found.notes == ("the communication hook wire_hook was left out",)
+    assert found.notes == ("the communication hook compressed_hook was left out",)
 
 
 @on_ranks(2)

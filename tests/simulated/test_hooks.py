@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
-from distamp.comm_hooks import formats, register_comm_hook
+from distamp.comm_hooks import register_comm_hook
+from distamp.comm_hooks.formats import Fp16Blocks
 from tests.comm_hooks.training import WIDTHS, spread
 from tests.on_ranks import on_devices
 from tests.place import device_type, here
@@ -125,12 +126,12 @@ def test_roots_never_share_a_buffer_in_flight(sim_ranks):
 def test_every_lane_of_a_device_keeps_a_failure():
     model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
     state, bucket = register_comm_hook(model, "fp16"), torch.ones(4096, device=here())
-    failing = patch.object(formats, "encode", side_effect=RuntimeError("out of memory"))
+    failing = patch.object(Fp16Blocks, "encode", side_effect=RuntimeError("out of memory"))
     with failing, pytest.raises(RuntimeError, match="out of memory"):
-        state.average(bucket, [])
+        state.all_reduce_mean(bucket)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"failed before \(out of memory\)"):
-            state.average(bucket, [])
+            state.all_reduce_mean(bucket)
 
 
 @on_devices(2)
@@ -145,7 +146,7 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
     for used, flag in (("ab", skipped), ("b", 0.0)):
         for name in used:
             bucket = torch.linspace(-1.0, 1.0, 4096, device=here())
-            hook.average(bucket, [parameters[name]]).wait()
+            hook.all_reduce_mean(bucket, [parameters[name]]).wait()
         found_inf = torch.full((), flag, device=here())
         with refuse():
             hook.on_step(None, found_inf)
@@ -167,4 +168,4 @@ def test_a_bucket_waits_for_nothing(wire, ranks_per_host):
     state = register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
     for number in range(4):  # each lane has its memory from the third on
         with refuse() if number > 1 else contextlib.nullcontext():
-            state.average(bucket, parameters).wait()
+            state.all_reduce_mean(bucket, parameters).wait()

@@ -1,0 +1,341 @@
+"""FSDPUnit: one module of FSDP2, and the private names of FSDP2 that hooks and levels read.
+
+A new version of torch changes this file alone, and `distamp.fsdp_params`, which finds the shards of
+gathered parameters. The names were read in torch 2.11 to 2.15, and no older torch was looked at. If
+torch renames one, the call that needs it raises RuntimeError with the name, and everything else
+goes on.
+
+======================================  ==========  ==============================================
+name                                    in torch    without it
+======================================  ==========  ==============================================
+module._get_fsdp_state                  2.11-2.15   no unit can be read: hooks, levels with
+                                                    ``fully_shard`` and `Amp.no_sync` raise
+state._fsdp_param_groups                after 2.11  `_fsdp_param_group` of 2.11 is read instead
+state._fsdp_param_group                 2.11        read in torch 2.11, which has one group
+state._mp_policy                        2.11-2.15   registration and the checks of levels raise
+group.mesh_info and its groups          2.11-2.15   registration raises
+group.post_forward_mesh_info            2.11-2.15   registration with replicas raises
+group.fsdp_params and `sharded_param`,  2.11-2.15   registration raises
+`padded_sharded_param_size` of each
+group.device                            2.11-2.15   registration raises
+group._reduce_scatter_comm,             2.11-2.15   registration raises, because a hook of the
+group._all_gather_comm,                             user would be replaced silently
+group._all_reduce_hook                  2.11-2.15
+group.all_reduce_grads                  2.11-2.15   the first average between replicas raises
+group.gradient_divide_factor            2.11-2.15   the first average between replicas raises
+group.reduce_grads                      2.11-2.15   `Amp.no_sync` raises
+group._partial_reduce_output,           2.11-2.15   `Amp.zero_grad` after `Amp.no_sync` raises,
+fsdp_param.unsharded_accumulated_grad,              and training without the two goes on
+fsdp_param._unsharded_param
+fsdp_param.accumulate_unsharded_grad_   2.11-2.15   a parameter with its first gradient after
+if_needed and `to_accumulated_grad_                 paused passes gets torch's own error of mixed
+if_needed`                                          gradient dtypes
+_fsdp_common.FSDPMeshInfo and           2.11-2.15   registration with replicas raises
+`DataParallelMeshInfo`
+======================================  ==========  ==============================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.torch_version import TorchVersion
+
+__all__ = ["FSDPUnit"]
+
+# Since torch 2.15 FSDP2 reduces gradients in their own dtype if a policy has no reduce_dtype.
+# Before, it reduced them in param_dtype.
+_REDUCES_IN_GRAD_DTYPE = TorchVersion(torch.__version__) >= "2.15"
+# The classes of torch's own collectives, which a hook may replace.
+_TORCH_COMM_PREFIXES = ("Default", "ProcessGroupAlloc", "SymmMem")
+
+
+class FSDPUnit:
+    """One module to which ``fully_shard`` or ``replicate`` was applied.
+
+    Args:
+        module: The module, which is not compiled.
+
+    Attributes:
+        module: The module.
+        param_groups: torch's groups of parameters: none, one, or one for each mesh.
+
+    Raises:
+        RuntimeError: This torch does not have a name that this class reads.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._state = _read(module, "_get_fsdp_state")()
+        if hasattr(self._state, "_fsdp_param_groups"):
+            self.param_groups: list[Any] = list(_read(self._state, "_fsdp_param_groups"))
+        else:
+            group = _read(self._state, "_fsdp_param_group")
+            self.param_groups = [] if group is None else [group]
+
+    # -- the policy ------------------------------------------------------------------------------
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype in which the unit gathers parameters, or None if it does not cast them.
+
+        Since torch 2.15 ``param_dtype_override_fn`` may choose another dtype for a parameter.
+        """
+        dtype: torch.dtype | None = _read(self._state, "_mp_policy").param_dtype
+        return dtype
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """The dtype to which the unit casts its outputs, or None if it does not cast them."""
+        dtype: torch.dtype | None = _read(self._state, "_mp_policy").output_dtype
+        return dtype
+
+    def reduce_dtype(self, grad_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the unit reduces gradients.
+
+        Args:
+            grad_dtype: The dtype of the parameters' gradients.
+        """
+        policy = _read(self._state, "_mp_policy")
+        default = None if _REDUCES_IN_GRAD_DTYPE else policy.param_dtype
+        dtype: torch.dtype = policy.reduce_dtype or default or grad_dtype
+        return dtype
+
+    # -- pauses in the reduction of gradients ----------------------------------------------------
+
+    @contextmanager
+    def paused_gradient_sync(self) -> Iterator[None]:
+        """Leave gradients unreduced inside, and restore the setting from before at the end."""
+        settings = []
+        for group in self.param_groups:
+            for name in ("reduce_grads", "all_reduce_grads"):
+                settings.append((group, name, _read(group, name)))
+        self.module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for group, name, value in settings:
+                setattr(group, name, value)
+
+    def drop_unreduced_gradients(self) -> list[nn.Parameter]:
+        """Drop the gradients that the unit has accumulated and not reduced.
+
+        FSDP2 has no public name for them. They are gradients of whole parameters, in
+        ``_unsharded_param.grad`` or, in the dtype of the reduction, in
+        ``unsharded_accumulated_grad``. ``_partial_reduce_output`` holds gradients that HSDP has
+        reduced over its shards alone.
+
+        Returns:
+            The sharded parameters that had such a gradient.
+        """
+        dropped = []
+        for group in self.param_groups:
+            if _read(group, "_partial_reduce_output") is not None:
+                setattr(group, "_partial_reduce_output", None)  # noqa: B010  # torch's attribute
+            for fsdp_param in _read(group, "fsdp_params"):
+                accumulated = _read(fsdp_param, "unsharded_accumulated_grad")
+                unsharded = _unsharded_param(fsdp_param)
+                if accumulated is not None:
+                    fsdp_param.unsharded_accumulated_grad = None
+                elif unsharded is None or unsharded.grad is None:
+                    continue
+                if unsharded is not None:
+                    unsharded.grad = None
+                dropped.append(fsdp_param.sharded_param)
+        return dropped
+
+    @contextmanager
+    def accumulating_in_reduce_dtype(self) -> Iterator[None]:
+        """Let parameters get their first gradient after others of the unit were accumulated.
+
+        Under a policy, FSDP2 accumulates unreduced gradients in the dtype of the reduction. A
+        parameter may get its first gradient in the pass that reduces, in the dtype of its
+        gradient, and torch refuses to reduce both in one message ("uniform gradient dtype"). So
+        torch's own methods move that gradient to the accumulated gradients as soon as it exists.
+        """
+        handles = []
+        for group in self.param_groups:
+            fsdp_params = _read(group, "fsdp_params")
+            late = [param for param in fsdp_params if param.unsharded_accumulated_grad is None]
+            if len(late) == len(fsdp_params):
+                continue
+            for fsdp_param in late:
+                unsharded = _unsharded_param(fsdp_param)
+                if unsharded is not None and unsharded.requires_grad:
+                    callback = _accumulate_gradient(fsdp_param)
+                    handles.append(unsharded.register_post_accumulate_grad_hook(callback))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # -- one group of parameters, which hooks need -----------------------------------------------
+
+    @property
+    def _group(self) -> Any:
+        return self.param_groups[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the unit computes."""
+        device: torch.device = _read(self._group, "device")
+        return device
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        """The ranks over which the unit is sharded, or None under ``replicate``."""
+        group: ProcessGroup | None = getattr(self._mesh_info, "shard_process_group", None)
+        return group
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks over which torch averages the unit's shards, or None without replicas."""
+        group: ProcessGroup | None = getattr(self._mesh_info, "replicate_process_group", None)
+        return group
+
+    @property
+    def _mesh_info(self) -> Any:
+        return _read(self._group, "mesh_info")
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the shards."""
+        return sum(param.sharded_param.numel() for param in _read(self._group, "fsdp_params"))
+
+    @property
+    def shard_numels(self) -> list[int]:
+        """The length of each parameter in the tensor that an all-gather sends."""
+        fsdp_params = _read(self._group, "fsdp_params")
+        return [_read(param, "padded_sharded_param_size").numel() for param in fsdp_params]
+
+    def trainable_shards(self) -> tuple[list[int], list[Tensor]]:
+        """Return the length of each trained parameter in a reduced shard, and the parameters.
+
+        They are in the order of torch's ``foreach_reduce``. A frozen parameter has no gradient. If
+        a parameter had no gradient in this pass, torch leaves it out, and a reduced shard is
+        shorter than the sum of these lengths.
+        """
+        numels = []
+        params = []
+        for fsdp_param in _read(self._group, "fsdp_params"):
+            shard = _read(fsdp_param, "sharded_param")
+            if shard.requires_grad:
+                numels.append(_read(fsdp_param, "padded_sharded_param_size").numel())
+                params.append(shard)
+        return numels, params
+
+    @property
+    def grad_reduce_dtype(self) -> torch.dtype:
+        """The dtype in which the unit reduces the gradients of its trained parameters."""
+        _, params = self.trainable_shards()
+        if not params:
+            return self.reduce_dtype(torch.float32)
+        grad_dtype = getattr(params[0], "grad_dtype", None)
+        return self.reduce_dtype(grad_dtype or params[0].dtype)
+
+    @property
+    def averages_replicas_now(self) -> bool:
+        """The setting by which the last backward pass of an accumulation averages replicas."""
+        return bool(_read(self._group, "all_reduce_grads"))
+
+    @property
+    def divide_factor(self) -> float | None:
+        """The user's factor, which divides for all ranks in the first sum, or None."""
+        factor: float | None = _read(self._group, "gradient_divide_factor")
+        return factor
+
+    def installed_hook(self, all_gather: bool, all_reduce: bool) -> str | None:
+        """Return the hook point that is used already, in words, or None.
+
+        Args:
+            all_gather: Whether an all-gather is to be installed.
+            all_reduce: Whether an all-reduce hook is to be installed.
+        """
+        names = ["_reduce_scatter_comm"]
+        if all_gather:
+            names.append("_all_gather_comm")
+        for name in names:
+            class_name = type(_read(self._group, name)).__name__
+            if not class_name.startswith(_TORCH_COMM_PREFIXES):
+                return f"a custom collective ({class_name})"
+        if all_reduce and _read(self._group, "_all_reduce_hook") is not None:
+            return "an all-reduce hook"
+        return None
+
+    def leave_replicas_to_hook(self) -> None:
+        """Let torch reduce over the shards alone, so that the all-reduce hook averages replicas.
+
+        torch runs that hook only if its mesh has no replicas. Parameters keep their mesh, and
+        only the mesh that torch reads for the reduction changes.
+        """
+        from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+        mesh_info = self._mesh_info
+        is_sharded = self.shard_group is not None
+        mesh_class: Any = _fsdp_common.DataParallelMeshInfo
+        if is_sharded:
+            mesh_class = _fsdp_common.FSDPMeshInfo
+        arguments = {}
+        for field in fields(mesh_class):
+            if field.init:
+                arguments[field.name] = getattr(mesh_info, field.name)
+        shard_info = mesh_class(**arguments)
+        # torch 2.13 and later may have a group for the stream of the reduce-scatter.
+        if is_sharded and hasattr(mesh_info, "reduce_scatter_process_group"):
+            shard_info.reduce_scatter_process_group = mesh_info.reduce_scatter_process_group
+        if _read(self._group, "post_forward_mesh_info") == mesh_info:
+            self._group.post_forward_mesh_info = shard_info
+        self._group.mesh_info = shard_info
+
+    def install(
+        self,
+        reduce_scatter: Any = None,
+        all_gather: Any = None,
+        all_reduce_hook: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Fill torch's public hook points; None leaves a point unchanged.
+
+        Args:
+            reduce_scatter: Replaces ``DefaultReduceScatter``. torch calls it, and it need not
+                inherit from torch's protocol.
+            all_gather: Replaces ``DefaultAllGather`` likewise.
+            all_reduce_hook: Runs after the reduce-scatter.
+        """
+        if reduce_scatter is not None:
+            self.module.set_custom_reduce_scatter(reduce_scatter)
+        if all_reduce_hook is not None:
+            self.module.set_all_reduce_hook(all_reduce_hook)
+        if all_gather is not None:
+            self.module.set_custom_all_gather(all_gather)
+
+
+def _read(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which distamp reads "
+            "to work with fully_shard. Use one of the versions of torch that distamp supports."
+        ) from None
+
+
+def _unsharded_param(fsdp_param: Any) -> nn.Parameter | None:
+    """Return the gathered parameter, which torch makes in the first forward pass."""
+    return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def _accumulate_gradient(fsdp_param: Any) -> Callable[[Tensor], None]:
+    """Return a hook that moves an unsharded gradient to the accumulated gradients of FSDP2."""
+
+    def accumulate(_: Tensor) -> None:
+        fsdp_param.accumulate_unsharded_grad_if_needed()
+        fsdp_param.to_accumulated_grad_if_needed()
+
+    return accumulate
