@@ -1,9 +1,8 @@
-"""FSDPUnit: one module of FSDP2, and the private names of FSDP2 that hooks and levels read.
+"""FSDPUnit: one module of FSDP2, and all private names of FSDP2 that distamp reads.
 
-A new version of torch changes this file alone, and `distamp.fsdp_params`, which finds the shards of
-gathered parameters. The names were read in torch 2.11 to 2.15, and no older torch was looked at. If
-torch renames one, the call that needs it raises RuntimeError with the name, and everything else
-goes on.
+A new version of torch changes this file alone. The names were read in torch 2.11 to 2.15, and no
+older torch was looked at. If torch renames one, the call that needs it raises RuntimeError with the
+name, and everything else goes on.
 
 ======================================  ==========  ==============================================
 name                                    in torch    without it
@@ -25,8 +24,11 @@ group.all_reduce_grads                  2.11-2.15   the first average between re
 group.gradient_divide_factor            2.11-2.15   the first average between replicas raises
 group.reduce_grads                      2.11-2.15   `Amp.no_sync` raises
 group._partial_reduce_output,           2.11-2.15   `Amp.zero_grad` after `Amp.no_sync` raises,
-fsdp_param.unsharded_accumulated_grad,              and training without the two goes on
-fsdp_param._unsharded_param
+fsdp_param.unsharded_accumulated_grad               and training without the two goes on
+fsdp_param._unsharded_param             2.11-2.15   as above, and as in the next row
+fsdp_param._sharded_post_forward_param, 2.11-2.15   clipping, reports and replays that get a
+_composable_state.                                  gathered parameter without a gradient raise
+_module_state_mapping                               GradientError, because they need its shard
 fsdp_param.accumulate_unsharded_grad_   2.11-2.15   a parameter with its first gradient after
 if_needed and `to_accumulated_grad_                 paused passes gets torch's own error of mixed
 if_needed`                                          gradient dtypes
@@ -37,6 +39,7 @@ _fsdp_common.FSDPMeshInfo and           2.11-2.15   registration with replicas r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -78,6 +81,31 @@ class FSDPUnit:
         else:
             group = _read(self._state, "_fsdp_param_group")
             self.param_groups = [] if group is None else [group]
+
+    @classmethod
+    def all_units(cls) -> list[FSDPUnit]:
+        """Return the units of all modules of this process."""
+        composable_state = sys.modules.get("torch.distributed._composable_state")
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if composable_state is None or fsdp is None:  # FSDP2 was never imported
+            return []
+        modules = list(_read(composable_state, "_module_state_mapping"))
+        # Other composable functions of torch register modules, too.
+        return [cls(module) for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+    def gathered_params(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter that the unit has gathered, and its shard.
+
+        If ``reshard_after_forward`` is a number, a parameter after a forward pass is a shard over a
+        smaller mesh, which this yields, too.
+        """
+        for group in self.param_groups:
+            for fsdp_param in _read(group, "fsdp_params"):
+                shard = _read(fsdp_param, "sharded_param")
+                for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                    gathered = _gathered_param(fsdp_param, name)
+                    if gathered is not None:
+                        yield gathered, shard
 
     # -- the policy ------------------------------------------------------------------------------
 
@@ -140,7 +168,7 @@ class FSDPUnit:
                 setattr(group, "_partial_reduce_output", None)  # noqa: B010  # torch's attribute
             for fsdp_param in _read(group, "fsdp_params"):
                 accumulated = _read(fsdp_param, "unsharded_accumulated_grad")
-                unsharded = _unsharded_param(fsdp_param)
+                unsharded = _gathered_param(fsdp_param, "_unsharded_param")
                 if accumulated is not None:
                     fsdp_param.unsharded_accumulated_grad = None
                 elif unsharded is None or unsharded.grad is None:
@@ -166,7 +194,7 @@ class FSDPUnit:
             if len(late) == len(fsdp_params):
                 continue
             for fsdp_param in late:
-                unsharded = _unsharded_param(fsdp_param)
+                unsharded = _gathered_param(fsdp_param, "_unsharded_param")
                 if unsharded is not None and unsharded.requires_grad:
                     callback = _accumulate_gradient(fsdp_param)
                     handles.append(unsharded.register_post_accumulate_grad_hook(callback))
@@ -320,15 +348,18 @@ def _read(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError:
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
         raise RuntimeError(
-            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which distamp reads "
-            "to work with fully_shard. Use one of the versions of torch that distamp supports."
+            f"torch {torch.__version__} has no {name} in {owner_name}, which distamp reads to work "
+            "with fully_shard. Use one of the versions of torch that distamp supports."
         ) from None
 
 
-def _unsharded_param(fsdp_param: Any) -> nn.Parameter | None:
-    """Return the gathered parameter, which torch makes in the first forward pass."""
-    return getattr(fsdp_param, "_unsharded_param", None)
+def _gathered_param(fsdp_param: Any, name: str) -> nn.Parameter | None:
+    """Return a gathered parameter, or None before torch makes it in the first forward pass."""
+    if name not in type(fsdp_param).__annotations__:
+        _read(fsdp_param, name)
+    return getattr(fsdp_param, name, None)
 
 
 def _accumulate_gradient(fsdp_param: Any) -> Callable[[Tensor], None]:

@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "device_utils": set(),
     "process_group": {"errors", "device_utils"},
     "fsdp_unit": set(),
-    "fsdp_params": {"errors"},
+    "fsdp_params": {"errors", "fsdp_unit"},
     "grads": {"device_utils"},
     "optim_utils": {"grads"},
     "clip_grad": {"errors", *GRADIENTS},
