@@ -68,6 +68,11 @@ def imagined(
     stage = getattr(kernels, "stage", nothing)
     encode = getattr(kernels, "encode", nothing)
     encode_mean = getattr(kernels, "encode_mean", nothing)
+
+    def reduce(*_: Any) -> Iterator[Any]:
+        encode_mean()
+        return iter(())
+
     decode = getattr(kernels, "decode", nothing)
     group = mock.Mock(rank=lambda: 0, size=lambda: hosts * ranks)
     with (
@@ -76,7 +81,7 @@ def imagined(
         mock.patch.object(transports.torch_private, "new_communicator", communicator),
         mock.patch.object(BlockSlice, "copy_in", stage),
         mock.patch.object(CompressedCollectives, "_encode_rows", encode),
-        mock.patch.object(CompressedCollectives, "_encode_mean", encode_mean),
+        mock.patch.object(CompressedCollectives, "_reduce", reduce),
         mock.patch.object(CompressedCollectives, "_decode", decode),
         mock.patch.object(torch, "Stream", stream),
         mock.patch.object(torch.accelerator, "current_stream", Nothing),
@@ -89,10 +94,11 @@ def imagined(
         residual = Residual.from_values(torch.empty(256, device=META))
         residuals = [residual] * 2 if form.needs_error_feedback else []
 
+        layout = collectives.make_layout("buckets", form, [NUMEL], 4)
+        assert layout is not None
+
         def average() -> None:
-            layout = collectives.layout_for("buckets", form, [NUMEL], 4)
-            assert layout is not None
-            collectives.all_reduce_mean(values, form, layout, hosts * ranks, residuals)
+            collectives.all_reduce_mean(values, layout, hosts * ranks, residuals)
 
         yield average
 

@@ -16,7 +16,7 @@ other ranks raise if one rank fails.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.topology import Topology
 from distamp.comm_hooks.transport import CommSlot, GlooTransport, NcclTransport, Transport
 
-__all__ = ["BlockLayout", "CommLayout", "CompressedCollectives"]
+__all__ = ["BlockLayout", "Chunk", "CommLayout", "CompressedCollectives", "LayoutBuilder"]
 
 # Shards are reduced in slices, two at a time, so that buffers take at most a quarter of the memory
 # of the gradients in fp32. A slice has no fewer elements than the minimum.
@@ -121,50 +121,75 @@ def count_blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
+class Chunk(NamedTuple):
+    """Blocks of one row that are encoded at once.
+
+    Attributes:
+        layout: The layout of these blocks.
+        start: The first block in the row.
+        stop: The block after the last.
+        data: The place of the encoded blocks in the encoded row.
+    """
+
+    layout: BlockLayout
+    start: int
+    stop: int
+    data: slice
+
+
 @dataclass(frozen=True, eq=False)
 class BlockSlice:
     """Blocks that are sent in one message to each rank.
 
     Attributes:
-        rows: For each rank, in `Topology.gather_order`, the layout of its row in the flat tensor of
+        rows: For each rank, in `Topology.gather_order`, the chunks of its row in the flat tensor of
             all ranks. All rows have the same number of blocks.
-        shard: Of shards and weights, the layout of a row in the flat tensor of one rank.
+        shard: Of shards and weights, the chunks of a row in the flat tensor of one rank.
+        num_blocks: The number of blocks of a row.
+        chunk_shape: The shape of the blocks of the first chunk, which no other chunk exceeds.
+        row_bytes: The bytes of an encoded row.
         first_block: The place of the slice's residual in that of the bucket.
         bucket: Of a bucket, the layout of all rows, one after another.
     """
 
-    rows: Sequence[BlockLayout]
-    shard: BlockLayout
+    rows: Sequence[Sequence[Chunk]]
+    shard: Sequence[Chunk]
+    num_blocks: int
+    chunk_shape: tuple[int, int]
+    row_bytes: int
     first_block: int = 0
     bucket: BlockLayout | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks of a row."""
-        return self.shard.num_blocks
 
     def copy_in(self, flat: Tensor, staged: Tensor) -> None:
         """Copy the rows of all ranks to ``staged`` (ranks, n, 256)."""
         if self.bucket is not None:
             self.bucket.copy_in(flat, staged.flatten(0, 1))
             return
-        for row, blocks in zip(self.rows, staged, strict=True):
-            row.copy_in(flat, blocks)
+        for chunks, blocks in zip(self.rows, staged, strict=True):
+            for chunk in chunks:
+                chunk.layout.copy_in(flat, blocks[chunk.start : chunk.stop])
 
 
 @dataclass(frozen=True, eq=False)
 class CommLayout:
-    """The blocks of a bucket, of shards or of weights.
+    """The blocks of a bucket, of shards or of weights, in one format.
 
     Attributes:
+        format: The format.
         slices: The slices, which are sent one after another.
         uncompressed_index: int64, the elements that are sent uncompressed.
+        sent_bytes: The bytes that this rank sends to other hosts.
+        ring_bytes: The bytes that an uncompressed ring over all ranks, which visits each host once,
+            would send to other hosts, for each rank.
         residual_numels: The number of elements of each rounding that has error feedback.
     """
 
+    format: CommFormat
     slices: Sequence[BlockSlice]
     uncompressed_index: Tensor
-    residual_numels: Sequence[int] = ()
+    sent_bytes: int
+    ring_bytes: int
+    residual_numels: list[int] = field(default_factory=list)
 
 
 class LayoutBuilder:
@@ -178,6 +203,7 @@ class LayoutBuilder:
         ranks_per_host: The number of ranks on each host.
         numels: The lengths of the parameters. Each parameter begins a block.
         itemsize: The bytes of an element.
+        device: The device of the tensors.
     """
 
     def __init__(
@@ -187,6 +213,7 @@ class LayoutBuilder:
         ranks_per_host: int,
         numels: Sequence[int],
         itemsize: int,
+        device: torch.device,
     ) -> None:
         self._format = format
         self._num_hosts = num_hosts
@@ -195,6 +222,8 @@ class LayoutBuilder:
         self._numel = sum(numels)
         self._nbytes = self._numel * itemsize
         self._itemsize = itemsize
+        # A GPU encodes a row at once.
+        self._max_chunk_blocks = CPU_CHUNK_BLOCKS if device.type == "cpu" else None
         segments: list[Segment] = []
         uncompressed: list[int] = []
         block = start = 0
@@ -206,7 +235,7 @@ class LayoutBuilder:
                 block += count_blocks(numel)
             start += numel
         self._blocks = BlockLayout(segments, block)
-        self._uncompressed = torch.tensor(uncompressed, dtype=torch.int64, device="cpu")
+        self._uncompressed = torch.tensor(uncompressed, dtype=torch.int64, device=device)
 
     def bucket(self) -> CommLayout | None:
         """Return the layout of a bucket. Each rank owns a row of the mean."""
@@ -218,11 +247,15 @@ class LayoutBuilder:
         rows = []
         for index in range(self._num_ranks):
             rows.append(self._blocks.narrow(index * num_blocks, (index + 1) * num_blocks))
+        bucket = self._blocks.narrow(0, self._num_ranks * num_blocks)
+        block_slice = self._slice(rows, rows[0], bucket=bucket)
         row_numel = num_blocks * BLOCK_NUMEL
         residual_numels = [self._num_hosts * row_numel, row_numel]
-        bucket = self._blocks.narrow(0, self._num_ranks * num_blocks)
-        block_slice = BlockSlice(rows, rows[0], bucket=bucket)
-        return CommLayout([block_slice], self._uncompressed, residual_numels)
+        # A rank sends its rows, and then the mean that it owns.
+        uncompressed_bytes = 8 * len(self._uncompressed)
+        return self._layout(
+            [block_slice], 2 * row_bytes, uncompressed_bytes, 2 * self._nbytes, residual_numels
+        )
 
     def shards(self, gather_order: Sequence[int]) -> CommLayout | None:
         """Return the layout of gradients. Each rank gets a shard of the mean."""
@@ -231,59 +264,150 @@ class LayoutBuilder:
         num_slices = min(max_slices, self._numel * self._num_ranks // MIN_SLICE_NUMEL)
         slice_blocks = max(1, -(-num_blocks // max(1, num_slices)))
         slices = []
-        message_bytes = 0
+        row_bytes = 0
         for start in range(0, num_blocks, slice_blocks):
             stop = min(start + slice_blocks, num_blocks)
             shard = self._blocks.narrow(start, stop)
             rows = [shard.shift(rank * self._numel) for rank in gather_order]
-            slices.append(BlockSlice(rows, shard, self._num_hosts * start))
-            message_bytes += self._row_bytes(stop - start)
+            slices.append(self._slice(rows, shard, self._num_hosts * start))
+            row_bytes += slices[-1].row_bytes
         # Uncompressed elements are all-reduced, so a rank sends and receives all of them.
-        message_bytes += 8 * len(self._uncompressed)
-        if not slices or message_bytes >= self._nbytes:
+        uncompressed_bytes = 8 * len(self._uncompressed)
+        if not slices or row_bytes + uncompressed_bytes >= self._nbytes:
             return None
         residual_numel = self._num_hosts * num_blocks * BLOCK_NUMEL
-        return CommLayout(slices, self._uncompressed, [residual_numel])
+        return self._layout(
+            slices,
+            row_bytes,
+            self._num_ranks * uncompressed_bytes,
+            self._num_ranks * self._nbytes,
+            [residual_numel],
+        )
 
     def weights(self, gather_order: Sequence[int]) -> CommLayout | None:
         """Return the layout of weights. Each rank has a shard."""
-        message_bytes = self._row_bytes(self._blocks.num_blocks)
-        message_bytes += self._itemsize * len(self._uncompressed)
+        row_bytes = self._row_bytes(self._blocks.num_blocks)
+        message_bytes = row_bytes + self._itemsize * len(self._uncompressed)
         if not self._blocks.segments or message_bytes >= self._nbytes:
             return None
         rows = [self._blocks.shift(rank * self._numel) for rank in gather_order]
-        return CommLayout([BlockSlice(rows, self._blocks)], self._uncompressed)
+        block_slice = self._slice(rows, self._blocks)
+        uncompressed_bytes = self._num_ranks * 4 * len(self._uncompressed)
+        return self._layout(
+            [block_slice], row_bytes, uncompressed_bytes, self._num_ranks * self._nbytes
+        )
+
+    def _slice(
+        self,
+        rows: Sequence[BlockLayout],
+        shard: BlockLayout,
+        first_block: int = 0,
+        bucket: BlockLayout | None = None,
+    ) -> BlockSlice:
+        num_blocks = shard.num_blocks
+        chunk_blocks = min(self._max_chunk_blocks or num_blocks, num_blocks)
+        return BlockSlice(
+            rows=[self._chunks(row, chunk_blocks) for row in rows],
+            shard=self._chunks(shard, chunk_blocks),
+            num_blocks=num_blocks,
+            chunk_shape=(chunk_blocks, BLOCK_NUMEL),
+            row_bytes=self._row_bytes(num_blocks),
+            first_block=first_block,
+            bucket=bucket,
+        )
+
+    def _chunks(self, row: BlockLayout, chunk_blocks: int) -> list[Chunk]:
+        chunks = []
+        for start in range(0, row.num_blocks, chunk_blocks):
+            stop = min(start + chunk_blocks, row.num_blocks)
+            first_byte = self._row_bytes(start)
+            data = slice(first_byte, first_byte + self._row_bytes(stop - start))
+            layout = row if row.num_blocks <= chunk_blocks else row.narrow(start, stop)
+            chunks.append(Chunk(layout, start, stop, data))
+        return chunks
+
+    def _layout(
+        self,
+        slices: Sequence[BlockSlice],
+        row_bytes: int,
+        uncompressed_bytes: int,
+        nbytes: int,
+        residual_numels: list[int] | None = None,
+    ) -> CommLayout:
+        """Return a layout with its counts of bytes.
+
+        Args:
+            slices: The slices.
+            row_bytes: The bytes that this rank sends to each other host in blocks.
+            uncompressed_bytes: The bytes of the ring that adds up uncompressed elements.
+            nbytes: The bytes of the ring that the layout replaces.
+            residual_numels: As in `CommLayout`. None for a tensor without error feedback.
+        """
+        sent_bytes = (self._num_hosts - 1) * row_bytes + self._ring_bytes(uncompressed_bytes)
+        return CommLayout(
+            self._format,
+            slices,
+            self._uncompressed,
+            sent_bytes,
+            self._ring_bytes(nbytes),
+            residual_numels or [],
+        )
+
+    def _ring_bytes(self, nbytes: int) -> int:
+        """Return one rank's share of the bytes that a ring sends to other hosts."""
+        return (self._num_ranks - 1) * nbytes // self._num_ranks // self._ranks_per_host
 
     def _row_bytes(self, num_blocks: int) -> int:
         return self._format.row_bytes(num_blocks * BLOCK_NUMEL)
 
 
-@dataclass(frozen=True, eq=False)
-class HostSum:
-    """The sum of the rows of one slice over the ranks of this host, divided.
+class JobBuffers(NamedTuple):
+    """The memory of a slot, as the jobs of one slice use it.
+
+    Attributes:
+        rows: uint8 (ranks, bytes), the encoded rows of all ranks. Of shards (hosts, bytes).
+        received: uint8 (hosts, bytes), the part of ``rows`` that other hosts send to this rank.
+        sent: uint8 (hosts, bytes), the encoded rows that this rank sends to other hosts.
+        staged: (ranks of all hosts, n, 256), all rows in the dtype of the values. Like the
+            following, it is empty if a host has one rank.
+        sent_in_host: For each rank of this host, the staged rows that this rank sends to it.
+        received_in_host: For each rank of this host, the staged rows that it sends.
+        summands: For each rank of this host, in the order of addition, the rows of this rank.
+    """
+
+    rows: Tensor
+    received: Tensor
+    sent: Tensor
+    staged: Tensor
+    sent_in_host: Sequence[Tensor] = ()
+    received_in_host: Sequence[Tensor] = ()
+    summands: Sequence[Tensor] = ()
+
+
+class HostSum(NamedTuple):
+    """The sum of one slice over the ranks of this host, divided.
 
     Attributes:
         values: The flat tensor of this rank. Used if a host has one rank.
-        rows: For each host, the layout of its row in ``values``.
-        staged: For each rank of this host, in the order of addition, its rows (hosts, n, 256) in
-            the dtype of the values. Empty if a host has one rank.
         inverse: The inverse of the divisor.
+        summands: For each rank of this host, in the order of addition, its rows (hosts, n, 256) in
+            the dtype of the values. Empty if a host has one rank.
     """
 
     values: Tensor
-    rows: Sequence[BlockLayout]
-    staged: Sequence[Tensor]
     inverse: float
+    summands: Sequence[Tensor]
 
-    def copy_row(self, host: int, start: int, stop: int, blocks: Tensor) -> None:
-        """Write the blocks from ``start`` to ``stop`` of a host's row to ``blocks``, in fp32."""
-        if not self.staged:
-            self.rows[host].narrow(start, stop).copy_in(self.values, blocks)
+    def copy_chunk(self, host: int, chunk: Chunk, blocks: Tensor) -> None:
+        """Write a chunk of the row of a host to ``blocks``, in fp32."""
+        if not self.summands:
+            chunk.layout.copy_in(self.values, blocks)
             blocks.mul_(self.inverse)
             return
-        blocks.copy_(self.staged[0][host, start:stop]).mul_(self.inverse)
-        for peer in self.staged[1:]:
-            blocks.add_(peer[host, start:stop].to(torch.float32, copy=True).mul_(self.inverse))
+        blocks.copy_(self.summands[0][host, chunk.start : chunk.stop]).mul_(self.inverse)
+        for summand in self.summands[1:]:
+            elements = summand[host, chunk.start : chunk.stop].to(torch.float32, copy=True)
+            blocks.add_(elements.mul_(self.inverse))
 
 
 class CompressedCollectives:
@@ -298,12 +422,9 @@ class CompressedCollectives:
         stats: The counts to which bytes are added.
 
     Attributes:
-        name: The numbers of hosts and of ranks on each, such as "2x4".
+        name: The numbers of hosts and ranks of each, which name residuals in checkpoints.
         transport: The connections.
     """
-
-    # Private attributes that survive a call:
-    # _layouts: by use, format and lengths, a layout.
 
     def __init__(
         self, topology: Topology, group: ProcessGroup, device: torch.device, stats: HookStats
@@ -317,12 +438,15 @@ class CompressedCollectives:
         self._rank = group.rank()
         self._size = group.size()
         self._gather_order = topology.gather_order
-        self._layouts: dict[tuple[object, ...], CommLayout | None] = {}
+        # The rows of the ranks that this rank sends to on other hosts, and its own.
+        first_row = self._local_rank * self._num_hosts
+        self._outer_rows = slice(first_row, first_row + self._num_hosts)
+        self._own_row = first_row + self._host
         self.name = f"{self._num_hosts}x{self._ranks_per_host}"
         transport_class = GlooTransport if device.type == "cpu" else NcclTransport
         self.transport: Transport = transport_class(topology, group, device, stats)
 
-    def layout_for(
+    def make_layout(
         self, usage: str, format: CommFormat, numels: Sequence[int], itemsize: int
     ) -> CommLayout | None:
         """Return a layout, or None if the message would not have fewer bytes than the tensor.
@@ -333,25 +457,18 @@ class CompressedCollectives:
             numels: The lengths of the parameters, in one shard if there are shards.
             itemsize: The bytes of an element.
         """
-        key = usage, format.name, itemsize, *numels
-        if key not in self._layouts:
-            builder = LayoutBuilder(format, self._num_hosts, self._ranks_per_host, numels, itemsize)
-            if usage == "shards":
-                layout = builder.shards(self._gather_order)
-            elif usage == "weights":
-                layout = builder.weights(self._gather_order)
-            else:
-                layout = builder.bucket()
-            if layout is not None:
-                index = layout.uncompressed_index.to(self._device)
-                layout = CommLayout(layout.slices, index, layout.residual_numels)
-            self._layouts[key] = layout
-        return self._layouts[key]
+        builder = LayoutBuilder(
+            format, self._num_hosts, self._ranks_per_host, numels, itemsize, self._device
+        )
+        if usage == "shards":
+            return builder.shards(self._gather_order)
+        if usage == "weights":
+            return builder.weights(self._gather_order)
+        return builder.bucket()
 
     def all_reduce_mean(
         self,
         values: Tensor,
-        format: CommFormat,
         layout: CommLayout,
         divisor: float,
         residuals: Sequence[Residual] = (),
@@ -360,42 +477,49 @@ class CompressedCollectives:
 
         Args:
             values: 1-D, contiguous, floating, and of one length on all ranks.
-            format: The format.
             layout: The layout of a bucket.
             divisor: The divisor of the sum.
             residuals: The errors of the part that this rank sends, and of the mean that it owns.
         """
+        format = layout.format
         (block_slice,) = layout.slices
-        row_bytes = self._row_bytes(format, block_slice)
-        num_uncompressed = layout.uncompressed_index.numel()
-        self._count(format.name, 2 * row_bytes, 2 * values.nbytes, 8 * num_uncompressed)
+        self._stats.exchanges += 1
+        self._stats.bytes_sent[format.name] += layout.sent_bytes
+        self._stats.bytes_uncompressed += layout.ring_bytes
 
         def job(slot: CommSlot) -> Tensor:
-            host_sum, sent = self._encode(slot, format, block_slice, values, divisor, residuals[:1])
-            gathered = slot.buffer("received", (self._size, row_bytes))
-            received = gathered[self._local_rank * self._num_hosts :][: self._num_hosts]
+            buffers = self._buffers(slot, block_slice, self._size, values.dtype)
+            memory = torch.empty(block_slice.chunk_shape, dtype=torch.float32, device=self._device)
+            received, sent = buffers.received, buffers.sent
             # This rank sends no row to itself, so the mean that it owns takes the place.
             mean = sent[self._host]
+            if self._ranks_per_host > 1:
+                self._exchange_in_host(slot, block_slice, values, buffers)
+            host_sum = HostSum(values, 1.0 / divisor, buffers.summands)
+            self._encode_rows(format, block_slice, host_sum, memory, sent, residuals)
             with slot.network_order():
-                self.transport.all_to_all_single("outer", slot, received, sent)
-                self._encode_mean(format, block_slice, host_sum, received, mean, residuals[1:])
+                self.transport.all_to_all("outer", slot, received, sent)
+                for chunk, blocks in self._reduce(format, block_slice, host_sum, memory, received):
+                    if residuals:
+                        residuals[1].encode(format, blocks, mean[chunk.data], chunk.start)
+                    else:
+                        format.encode(blocks, mean[chunk.data])
                 # All received rows are added up, so the means of all owners take their memory.
                 self.transport.all_gather("outer", slot, received, mean)
-                if num_uncompressed:
+                if layout.uncompressed_index.numel():
                     total = self._reduce_uncompressed(slot, values, layout, divisor)
                     values[layout.uncompressed_index] = total.to(values.dtype)
-            self._all_gather_in_host(slot, gathered)
-            self._decode(format, block_slice, gathered, values)
+            if self._ranks_per_host > 1:
+                self._all_gather_in_host(slot, buffers.rows)
+            self._decode(format, block_slice, buffers.rows, memory, values)
             return values
 
-        tensors = chain.from_iterable(residual.tensors for residual in residuals)
-        return self.transport.submit(job, [values, *tensors])
+        return self.transport.submit(job, [values, *chain.from_iterable(residuals)])
 
     def reduce_scatter_mean(
         self,
         output: Tensor,
         input: Tensor,
-        format: CommFormat,
         layout: CommLayout,
         divisor: float,
         residuals: Sequence[Residual] = (),
@@ -405,38 +529,42 @@ class CompressedCollectives:
         Args:
             output: 1-D, contiguous, floating.
             input: 1-D, contiguous, floating: a shard for each rank.
-            format: The format.
             layout: The layout of shards.
             divisor: The divisor of the sum.
             residuals: The error of the shards that this rank sends.
         """
-        num_uncompressed = layout.uncompressed_index.numel()
-        row_bytes = sum(self._row_bytes(format, block_slice) for block_slice in layout.slices)
-        self._count(format.name, row_bytes, input.nbytes, 8 * num_uncompressed * self._size)
+        format = layout.format
+        self._stats.exchanges += 1
+        self._stats.bytes_sent[format.name] += layout.sent_bytes
+        self._stats.bytes_uncompressed += layout.ring_bytes
 
         def job(block_slice: BlockSlice, slot: CommSlot) -> Tensor:
-            host_sum, sent = self._encode(slot, format, block_slice, input, divisor, residuals)
-            received = slot.buffer("received", tuple(sent.shape))
+            buffers = self._buffers(slot, block_slice, self._num_hosts, input.dtype)
+            memory = torch.empty(block_slice.chunk_shape, dtype=torch.float32, device=self._device)
+            received, sent = buffers.received, buffers.sent
+            if self._ranks_per_host > 1:
+                self._exchange_in_host(slot, block_slice, input, buffers)
+            host_sum = HostSum(input, 1.0 / divisor, buffers.summands)
+            self._encode_rows(format, block_slice, host_sum, memory, sent, residuals)
             with slot.network_order():
-                self.transport.all_to_all_single("outer", slot, received, sent)
-                if num_uncompressed and block_slice is layout.slices[0]:
+                self.transport.all_to_all("outer", slot, received, sent)
+                if layout.uncompressed_index.numel() and block_slice is layout.slices[0]:
                     shards = input.view(self._size, -1)
                     total = self._reduce_uncompressed(slot, shards, layout, divisor)[self._rank]
                     output[layout.uncompressed_index] = total.to(output.dtype)
-            for start, stop, blocks in self._reduce(format, block_slice, host_sum, received):
-                block_slice.shard.narrow(start, stop).copy_out(blocks, output)
+            reduced = self._reduce(format, block_slice, host_sum, memory, received)
+            for chunk, (_, blocks) in zip(block_slice.shard, reduced, strict=True):
+                chunk.layout.copy_out(blocks, output)
             return output
 
-        tensors = list(chain.from_iterable(residual.tensors for residual in residuals))
+        tensors = list(chain.from_iterable(residuals))
         futures = []
         for block_slice in layout.slices:
             futures.append(self.transport.submit(partial(job, block_slice), tensors))
         for future in futures:
             future.wait()
 
-    def all_gather(
-        self, output: Tensor, input: Tensor, format: CommFormat, layout: CommLayout
-    ) -> None:
+    def all_gather(self, output: Tensor, input: Tensor, layout: CommLayout) -> None:
         """Write the ``input`` of each rank, one after another, to ``output``.
 
         All ranks write the same bits, and a rank also decodes the ``input`` that it sent.
@@ -444,136 +572,141 @@ class CompressedCollectives:
         Args:
             output: 1-D, contiguous, floating: an input for each rank.
             input: 1-D, contiguous, floating. It may be this rank's part of ``output``.
-            format: The format.
             layout: The layout of weights.
         """
+        format = layout.format
         (block_slice,) = layout.slices
-        row_bytes = self._row_bytes(format, block_slice)
         index = layout.uncompressed_index
-        uncompressed_bytes = 4 * index.numel() * self._size
-        self._count(f"{format.name} weights", row_bytes, output.nbytes, uncompressed_bytes)
+        self._stats.exchanges += 1
+        self._stats.bytes_sent[f"{format.name} weights"] += layout.sent_bytes
+        self._stats.bytes_uncompressed += layout.ring_bytes
 
         def job(slot: CommSlot) -> Tensor:
-            rows = slot.buffer("received", (self._size, row_bytes))
-            first = self._local_rank * self._num_hosts
-            row = rows[first + self._host]
-            for start, stop, blocks in self._chunks(block_slice.num_blocks):
-                block_slice.shard.narrow(start, stop).copy_in(input, blocks)
-                format.encode(blocks, _chunk(format, row, start, stop))
+            rows = slot.buffer("received", (self._size, block_slice.row_bytes))
+            row = rows[self._own_row]
+            memory = torch.empty(block_slice.chunk_shape, dtype=torch.float32, device=self._device)
+            for chunk in block_slice.shard:
+                blocks = memory[: chunk.layout.num_blocks]
+                chunk.layout.copy_in(input, blocks)
+                format.encode(blocks, row[chunk.data])
             uncompressed = input.new_empty(self._size, index.numel())
             uncompressed_row = input[index].view(torch.uint8)
             with slot.network_order():
-                self.transport.all_gather("outer", slot, rows[first : first + self._num_hosts], row)
+                self.transport.all_gather("outer", slot, rows[self._outer_rows], row)
                 if index.numel():
                     uncompressed_rows = uncompressed.view(torch.uint8)
                     self.transport.all_gather("all", slot, uncompressed_rows, uncompressed_row)
-            self._all_gather_in_host(slot, rows)
-            self._decode(format, block_slice, rows, output)
+            if self._ranks_per_host > 1:
+                self._all_gather_in_host(slot, rows)
+            self._decode(format, block_slice, rows, memory, output)
             output.view(self._size, -1)[:, index] = uncompressed
             return output
 
         self.transport.submit(job, [output, input]).wait()
 
     # -- the steps of a job ----------------------------------------------------------------------
+    # `memory` is fp32 memory for the blocks of one chunk.
 
-    def _encode(
-        self,
-        slot: CommSlot,
-        format: CommFormat,
-        block_slice: BlockSlice,
-        values: Tensor,
-        divisor: float,
-        residuals: Sequence[Residual],
-    ) -> tuple[HostSum, Tensor]:
-        """Add up a slice over the ranks of this host, and encode the rows that it sends.
+    def _buffers(
+        self, slot: CommSlot, block_slice: BlockSlice, num_rows: int, dtype: torch.dtype
+    ) -> JobBuffers:
+        """Return the memory of a job. The next job of the slot and the slice gets the same."""
+        key = block_slice, dtype
+        buffers: JobBuffers | None = slot.views.get(key)
+        if buffers is None:
+            buffers = self._make_buffers(slot, block_slice, num_rows, dtype)
+            slot.views[key] = buffers
+        return buffers
 
-        Returns:
-            The sum, and the rows to send, uint8 (hosts, bytes).
-        """
-        sent = slot.buffer("sent", (self._num_hosts, self._row_bytes(format, block_slice)))
-        host_sum = self._add_up_in_host(slot, block_slice, values, 1.0 / divisor)
-        self._encode_rows(format, block_slice, host_sum, sent, residuals)
-        return host_sum, sent
+    def _make_buffers(
+        self, slot: CommSlot, block_slice: BlockSlice, num_rows: int, dtype: torch.dtype
+    ) -> JobBuffers:
+        hosts, ranks = self._num_hosts, self._ranks_per_host
+        rows = slot.buffer("received", (num_rows, block_slice.row_bytes))
+        received = rows if num_rows == hosts else rows[self._outer_rows]
+        sent = slot.buffer("sent", (hosts, block_slice.row_bytes))
+        if ranks == 1:
+            return JobBuffers(rows, received, sent, staged=rows.new_empty(0))
+        shape = hosts, block_slice.num_blocks, BLOCK_NUMEL
+        staged = slot.buffer("staged", (ranks, *shape), dtype)
+        peers = slot.buffer("peers", (ranks - 1, *shape), dtype)
+        # This rank sends nothing to itself.
+        nothing = staged.new_empty(0)
+        sent_in_host = list(staged)
+        sent_in_host[self._local_rank] = nothing
+        received_in_host = list(peers)
+        received_in_host.insert(self._local_rank, nothing)
+        summands = [staged[self._local_rank], *peers]
+        return JobBuffers(
+            rows, received, sent, staged.flatten(0, 1), sent_in_host, received_in_host, summands
+        )
+
+    def _exchange_in_host(
+        self, slot: CommSlot, block_slice: BlockSlice, values: Tensor, buffers: JobBuffers
+    ) -> None:
+        """Send each rank of this host its rows, uncompressed."""
+        block_slice.copy_in(values, buffers.staged)
+        self.transport.all_to_all("inner", slot, buffers.received_in_host, buffers.sent_in_host)
 
     def _encode_rows(
         self,
         format: CommFormat,
         block_slice: BlockSlice,
         host_sum: HostSum,
+        memory: Tensor,
         sent: Tensor,
         residuals: Sequence[Residual],
     ) -> None:
-        """Encode the rows that this rank sends to other hosts."""
-        for host in range(self._num_hosts):
+        """Encode the rows that this rank sends to other hosts in ``sent`` (hosts, bytes)."""
+        for host, chunks in enumerate(block_slice.rows[self._outer_rows]):
             if host == self._host:
                 continue
-            for start, stop, blocks in self._chunks(block_slice.num_blocks):
-                host_sum.copy_row(host, start, stop, blocks)
-                residual = None
+            first_block = block_slice.first_block + host * block_slice.num_blocks
+            for chunk in chunks:
+                blocks = memory[: chunk.layout.num_blocks]
+                data = sent[host, chunk.data]
+                host_sum.copy_chunk(host, chunk, blocks)
                 if residuals:
-                    first = block_slice.first_block + host * block_slice.num_blocks
-                    residual = residuals[0].narrow(first + start, first + stop)
-                _encode_blocks(format, blocks, _chunk(format, sent[host], start, stop), residual)
-
-    def _add_up_in_host(
-        self, slot: CommSlot, block_slice: BlockSlice, values: Tensor, inverse: float
-    ) -> HostSum:
-        """Send each rank of this host its rows, uncompressed."""
-        first = self._local_rank * self._num_hosts
-        rows = block_slice.rows[first : first + self._num_hosts]
-        if self._ranks_per_host == 1:
-            return HostSum(values, rows, (), inverse)
-        shape = self._num_hosts, block_slice.num_blocks, BLOCK_NUMEL
-        staged = slot.buffer("staged", (self._ranks_per_host, *shape), values.dtype)
-        block_slice.copy_in(values, staged.flatten(0, 1))
-        peers = slot.buffer("peers", (self._ranks_per_host - 1, *shape), values.dtype)
-        sent = list(staged)
-        received = list(peers)
-        # This rank sends nothing to itself.
-        nothing = staged.new_empty(0)
-        sent[self._local_rank] = nothing
-        received.insert(self._local_rank, nothing)
-        self.transport.all_to_all("inner", slot, received, sent)
-        return HostSum(values, rows, [staged[self._local_rank], *peers], inverse)
+                    residuals[0].encode(format, blocks, data, first_block + chunk.start)
+                else:
+                    format.encode(blocks, data)
 
     def _reduce(
-        self, format: CommFormat, block_slice: BlockSlice, host_sum: HostSum, received: Tensor
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield chunks of this rank's row, added up over all hosts, the next host first."""
-        for start, stop, blocks in self._chunks(block_slice.num_blocks):
-            host_sum.copy_row(self._host, start, stop, blocks)
-            for shift in range(1, self._num_hosts):
-                row = received[(self._host + shift) % self._num_hosts]
-                format.decode(_chunk(format, row, start, stop), blocks, accumulate=True)
-            yield start, stop, blocks
-
-    def _encode_mean(
         self,
         format: CommFormat,
         block_slice: BlockSlice,
         host_sum: HostSum,
+        memory: Tensor,
         received: Tensor,
-        mean: Tensor,
-        residuals: Sequence[Residual],
-    ) -> None:
-        """Encode this rank's row, added up over all hosts."""
-        for start, stop, blocks in self._reduce(format, block_slice, host_sum, received):
-            residual = residuals[0].narrow(start, stop) if residuals else None
-            _encode_blocks(format, blocks, _chunk(format, mean, start, stop), residual)
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Yield chunks of this rank's row, added up over all hosts, the next host first."""
+        for chunk in block_slice.rows[self._own_row]:
+            blocks = memory[: chunk.layout.num_blocks]
+            host_sum.copy_chunk(self._host, chunk, blocks)
+            for shift in range(1, self._num_hosts):
+                row = received[(self._host + shift) % self._num_hosts]
+                format.decode(row[chunk.data], blocks, accumulate=True)
+            yield chunk, blocks
 
     def _decode(
-        self, format: CommFormat, block_slice: BlockSlice, rows: Tensor, flat: Tensor
+        self,
+        format: CommFormat,
+        block_slice: BlockSlice,
+        rows: Tensor,
+        memory: Tensor,
+        flat: Tensor,
     ) -> None:
-        for row, layout in zip(rows, block_slice.rows, strict=True):
-            for start, stop, blocks in self._chunks(block_slice.num_blocks):
-                format.decode(_chunk(format, row, start, stop), blocks)
-                layout.narrow(start, stop).copy_out(blocks, flat)
+        """Decode the rows of all ranks into a flat tensor."""
+        for row, chunks in zip(rows, block_slice.rows, strict=True):
+            for chunk in chunks:
+                blocks = memory[: chunk.layout.num_blocks]
+                format.decode(row[chunk.data], blocks)
+                chunk.layout.copy_out(blocks, flat)
 
     def _all_gather_in_host(self, slot: CommSlot, rows: Tensor) -> None:
         """Send the rows of all hosts to the ranks of this host."""
-        if self._ranks_per_host > 1:
-            by_rank = rows.view(self._ranks_per_host, -1)
-            self.transport.all_gather("inner", slot, by_rank, by_rank[self._local_rank])
+        by_rank = rows.view(self._ranks_per_host, -1)
+        self.transport.all_gather("inner", slot, by_rank, by_rank[self._local_rank])
 
     def _reduce_uncompressed(
         self, slot: CommSlot, rows: Tensor, layout: CommLayout, divisor: float
@@ -582,44 +715,3 @@ class CompressedCollectives:
         total = rows[..., layout.uncompressed_index].float().mul_(1.0 / divisor)
         self.transport.all_reduce(slot, total)
         return total
-
-    def _chunks(self, num_blocks: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the first block, the block after the last, and fp32 memory for these blocks."""
-        size = num_blocks
-        if self._device.type == "cpu":
-            size = min(CPU_CHUNK_BLOCKS, num_blocks)
-        memory = torch.empty(size, BLOCK_NUMEL, dtype=torch.float32, device=self._device)
-        for start in range(0, num_blocks, max(1, size)):
-            stop = min(start + size, num_blocks)
-            yield start, stop, memory[: stop - start]
-
-    # -- counts ----------------------------------------------------------------------------------
-
-    def _row_bytes(self, format: CommFormat, block_slice: BlockSlice) -> int:
-        return format.row_bytes(block_slice.num_blocks * BLOCK_NUMEL)
-
-    def _count(self, label: str, row_bytes: int, nbytes: int, uncompressed_bytes: int) -> None:
-        """Count the bytes that leave this host, and this rank's share of the bytes of a ring."""
-        self._stats.exchanges += 1
-        sent = (self._num_hosts - 1) * row_bytes + self._ring_bytes(uncompressed_bytes)
-        self._stats.bytes_sent[label] += sent
-        self._stats.bytes_uncompressed += self._ring_bytes(nbytes)
-
-    def _ring_bytes(self, nbytes: int) -> int:
-        return (self._size - 1) * nbytes // self._size // self._ranks_per_host
-
-
-def _encode_blocks(
-    format: CommFormat, blocks: Tensor, out: Tensor, residual: Residual | None
-) -> None:
-    """Encode blocks, with error feedback if there is a residual."""
-    if residual is None:
-        format.encode(blocks, out)
-    else:
-        residual.encode(format, blocks, out)
-
-
-def _chunk(format: CommFormat, row: Tensor, start: int, stop: int) -> Tensor:
-    """Return the bytes of the blocks from ``start`` to ``stop`` of an encoded row."""
-    first = format.row_bytes(start * BLOCK_NUMEL)
-    return row[first : first + format.row_bytes((stop - start) * BLOCK_NUMEL)]

@@ -101,7 +101,12 @@ class CommFormat(ABC):
 
     def row_bytes(self, numel: int) -> int:
         """Return the bytes of ``numel`` elements, a multiple of 256, that are encoded together."""
-        return self._payload_start(numel // BLOCK_NUMEL) + numel * self.payload.itemsize
+        scale_bytes = 0
+        if self.has_scales:
+            # Elements begin at a multiple of the alignment.
+            num_scales = numel // BLOCK_NUMEL
+            scale_bytes = -(-num_scales * SCALE_BYTES // ALIGNMENT) * ALIGNMENT
+        return scale_bytes + numel * self.payload.itemsize
 
     def split(self, data: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Return views of the scales and the elements of encoded blocks.
@@ -113,14 +118,10 @@ class CommFormat(ABC):
         Returns:
             bfloat16 (n,), or (0,) if the format has no scales, and the payload's dtype (n, 256).
         """
+        payload_nbytes = num_blocks * BLOCK_NUMEL * self.payload.itemsize
         scales = data[: num_blocks * SCALE_BYTES if self.has_scales else 0]
-        payload = data[self._payload_start(num_blocks) :]
+        payload = data[len(data) - payload_nbytes :]
         return scales.view(torch.bfloat16), payload.view(self.payload).view(-1, BLOCK_NUMEL)
-
-    def _payload_start(self, num_blocks: int) -> int:
-        if not self.has_scales:
-            return 0
-        return -(-num_blocks * SCALE_BYTES // ALIGNMENT) * ALIGNMENT
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -177,7 +178,7 @@ class Fp16Blocks(ScaledFormat):
         finite, amax, nonfinite = clip_to_finite(blocks, self.clip_max)
         # The power of two by which amax becomes a number in [2^14, 2^15).
         exponent = (amax.view(torch.int32) & EXPONENT_MASK) - (14 << 23)
-        scale = scale_from_bits(exponent)
+        scale = exponent.clamp(min=MIN_SCALE_BITS).view(torch.float32)
         multiples = finite * scale.reciprocal().unsqueeze(1)
         if nonfinite is not None:
             multiples = torch.where(nonfinite, blocks, multiples)
@@ -199,7 +200,7 @@ class Int8Blocks(ScaledFormat):
         finite, amax, nonfinite = clip_to_finite(blocks, self.clip_max)
         # The scale is rounded upwards to a bfloat16, so that no multiple exceeds 127.
         bits = (amax * (1 / 127)).view(torch.int32) + 0xFFFF & -0x10000
-        scale = scale_from_bits(bits)
+        scale = bits.clamp(min=MIN_SCALE_BITS).view(torch.float32)
         multiples = (finite * scale.reciprocal().unsqueeze(1)).round_()
         if nonfinite is not None:
             spoilt = nonfinite.any(1)
@@ -232,11 +233,6 @@ def clip_to_finite(blocks: Tensor, clip_max: float) -> ClippedBlocks:
     nonfinite = ~blocks.isfinite()
     finite = torch.where(nonfinite, 0.0, blocks).clamp_(-clip_max, clip_max)
     return ClippedBlocks(finite, finite.abs().amax(1), nonfinite)
-
-
-def scale_from_bits(bits: Tensor) -> Tensor:
-    """Return scales, fp32 but exact in bfloat16, from the bits of fp32 numbers."""
-    return bits.clamp(min=MIN_SCALE_BITS).view(torch.float32)
 
 
 _FORMATS: dict[str, CommFormat] = {

@@ -21,9 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from distamp.comm_hooks import torch_private
 from distamp.comm_hooks.adapter import ModelAdapter, TopologyByGroup
-from distamp.comm_hooks.collectives import CommLayout, CompressedCollectives
 from distamp.comm_hooks.formats import CommFormat
-from distamp.comm_hooks.hook import NOT_SMALLER, UNEVEN_HOSTS, CommHook
+from distamp.comm_hooks.hook import CommHook, Compression
 from distamp.fsdp_params import sharded_params
 from distamp.fsdp_unit import FSDPUnit
 
@@ -176,12 +175,10 @@ class CompressedAllGather(_Allocator):
             return torch_private.all_gather_single(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
-        collectives, layout = compression
-        return collectives.all_gather(output_tensor, input_tensor, self._format, layout)
+        compression.collectives.all_gather(output_tensor, input_tensor, compression.layout)
+        return None
 
-    def _prepare(
-        self, values: Tensor, group: ProcessGroup
-    ) -> tuple[CompressedCollectives, CommLayout] | str:
+    def _prepare(self, values: Tensor, group: ProcessGroup) -> Compression | str:
         """Return the means to send weights in blocks, or the reason to send them uncompressed."""
         if group is not self._unit.shard_group:
             return "after a forward pass, other parts than the shards"
@@ -189,13 +186,7 @@ class CompressedAllGather(_Allocator):
         # torch gathers parameters of several dtypes as bytes.
         if not values.is_floating_point() or sum(numels) != values.numel():
             return "of several dtypes in one module"
-        collectives = self._hook.collectives_for(group, values.device)
-        if collectives is None:
-            return UNEVEN_HOSTS
-        layout = collectives.layout_for("weights", self._format, numels, values.itemsize)
-        if layout is None:
-            return NOT_SMALLER
-        return collectives, layout
+        return self._hook.compression_for("weights", self._format, group, values, numels)
 
 
 def fsdp2_adapter(

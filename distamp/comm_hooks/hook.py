@@ -7,8 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,11 @@ from distamp.comm_hooks.residuals import Residual, ResidualStore
 from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.topology import Topology, gather_topology
 
-__all__ = ["NOT_SMALLER", "UNEVEN_HOSTS", "CommHook", "real_numel", "shared_hook"]
+__all__ = ["CommHook", "Compression", "real_numel", "shared_hook"]
 
 # Reasons for which gradients or weights are sent uncompressed.
-UNEVEN_HOSTS = "hosts have different numbers of ranks"
-NOT_SMALLER = "too few elements, or too narrow ones, to be fewer bytes in blocks"
+_UNEVEN_HOSTS = "hosts have different numbers of ranks"
+_NOT_SMALLER = "too few elements, or too narrow ones, to be fewer bytes in blocks"
 _PARTLY_USED = (
     "FSDP2 left out parameters of a module that were not used, and error feedback cannot tell which"
 )
@@ -38,13 +37,18 @@ def real_numel(param: Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
 
 
-@dataclass(frozen=True)
-class _Compression:
-    """The means to send some gradients in the hook's format."""
+class Compression(NamedTuple):
+    """The means to send gradients or weights in blocks.
+
+    Attributes:
+        collectives: The collectives over the ranks.
+        layout: The layout of the blocks, with their format.
+        residuals: The rounding errors, if the format has error feedback.
+    """
 
     collectives: CompressedCollectives
     layout: CommLayout
-    residuals: Sequence[Residual]
+    residuals: Sequence[Residual] = ()
 
 
 class CommHook(AbstractContextManager["CommHook"]):
@@ -75,6 +79,8 @@ class CommHook(AbstractContextManager["CommHook"]):
     # Private attributes that survive a call:
     # _group: returns the process group.
     # _collectives: by name of a group and device, the collectives, or None for uneven hosts.
+    # _compressions: by format, use, group, device, dtype and lengths, the means to send tensors in
+    #   blocks, or the reason to send them uncompressed.
 
     def __init__(
         self, format: str | CommFormat = "fp16", process_group: ProcessGroup | None = None
@@ -88,6 +94,7 @@ class CommHook(AbstractContextManager["CommHook"]):
         if process_group is not None:
             self._group = weakref.ref(process_group)
         self._collectives: dict[tuple[str, torch.device], CompressedCollectives | None] = {}
+        self._compressions: dict[tuple[object, ...], Compression | str] = {}
 
     def stats(self) -> HookStats:
         """Return the counts of this rank since the hook was made."""
@@ -102,13 +109,17 @@ class CommHook(AbstractContextManager["CommHook"]):
             RuntimeError: The group was destroyed.
         """
         group = self._group()
-        if group is None or torch_private.is_destroyed(group):
-            self.close()
-            raise RuntimeError(
-                "the process group of this communication hook was destroyed; wrap the model and "
-                "register the hook again"
-            )
-        return group
+        try:
+            if group is not None and dist.get_rank(group) >= 0:
+                return group
+        except ValueError:
+            # torch has no rank in a group that was destroyed.
+            pass
+        self.close()
+        raise RuntimeError(
+            "the process group of this communication hook was destroyed; wrap the model and "
+            "register the hook again"
+        )
 
     def close(self) -> None:
         """Wait for messages, and release threads and connections. Ranks may close alone.
@@ -216,7 +227,9 @@ class CommHook(AbstractContextManager["CommHook"]):
             RuntimeError: A message has failed on this rank, now or before.
         """
         group = self.process_group
-        numels = [real_numel(param) for param in params]
+        numels: Sequence[int] = ()
+        if self.format.needs_error_feedback:
+            numels = [real_numel(param) for param in params]
         return self.all_reduce(values, group, float(group.size()), numels, params)
 
     def all_reduce(
@@ -233,7 +246,7 @@ class CommHook(AbstractContextManager["CommHook"]):
             values: 1-D, contiguous, floating.
             group: The ranks.
             divisor: The divisor of the sum.
-            numels: The length of each parameter.
+            numels: The length of each parameter. Read if the format has error feedback.
             params: The parameters of the gradients.
 
         Raises:
@@ -245,7 +258,7 @@ class CommHook(AbstractContextManager["CommHook"]):
         if isinstance(compression, str):
             return self.all_reduce_uncompressed(values, group, divisor, compression)
         return compression.collectives.all_reduce_mean(
-            values, self.format, compression.layout, divisor, compression.residuals
+            values, compression.layout, divisor, compression.residuals
         )
 
     def reduce_scatter(
@@ -264,7 +277,7 @@ class CommHook(AbstractContextManager["CommHook"]):
             input: 1-D, contiguous, floating: a shard for each rank.
             group: The ranks.
             divisor: The divisor of the sum.
-            numels: The length of each parameter in a shard.
+            numels: The length of each parameter in a shard. Read if the format has error feedback.
             params: The parameters of the gradients.
 
         Raises:
@@ -278,7 +291,7 @@ class CommHook(AbstractContextManager["CommHook"]):
             self._reduce_scatter_uncompressed(output, input, group, divisor, compression)
             return
         compression.collectives.reduce_scatter_mean(
-            output, input, self.format, compression.layout, divisor, compression.residuals
+            output, input, compression.layout, divisor, compression.residuals
         )
 
     def prepare(
@@ -289,7 +302,7 @@ class CommHook(AbstractContextManager["CommHook"]):
         numel: int,
         numels: Sequence[int],
         params: Sequence[Tensor],
-    ) -> _Compression | str:
+    ) -> Compression | str:
         """Return the means to send gradients in blocks, or the reason to send them uncompressed.
 
         Args:
@@ -297,30 +310,64 @@ class CommHook(AbstractContextManager["CommHook"]):
             group: The ranks.
             values: A tensor with the dtype and device of the gradients.
             numel: The length of the bucket, or of one shard.
-            numels: The length of each parameter in it.
+            numels: The length of each parameter in it. Read if the format has error feedback.
             params: The parameters.
         """
-        uses_feedback = self.format.needs_error_feedback
+        if not self.format.needs_error_feedback:
+            # A block's scale may serve several parameters.
+            return self.compression_for(usage, self.format, group, values, [numel])
         # FSDP2 reduces the gradients of the parameters that were used, without their names.
-        if uses_feedback and sum(numels) != numel:
+        if sum(numels) != numel:
             return _PARTLY_USED
-        if not (self.format.is_compressed and self.format.fits(values.dtype)):
-            return f"{values.dtype} is no wider than {self.format.name}".removeprefix("torch.")
+        compression = self.compression_for(usage, self.format, group, values, numels)
+        if isinstance(compression, str):
+            return compression
+        collectives, layout, _ = compression
+        bucket_usage = f"{collectives.name}, {usage}"
+        residuals = self.residuals.get(bucket_usage, params, layout.residual_numels, values.device)
+        return Compression(collectives, layout, residuals)
+
+    def compression_for(
+        self,
+        usage: str,
+        format: CommFormat,
+        group: ProcessGroup,
+        values: Tensor,
+        numels: Sequence[int],
+    ) -> Compression | str:
+        """Return the means to send tensors in blocks, or the reason to send them uncompressed.
+
+        The next call with the same arguments returns the same object.
+
+        Args:
+            usage: "buckets", "shards" or "weights".
+            format: The format.
+            group: The ranks.
+            values: A tensor of the dtype and device.
+            numels: The lengths of the parameters, each of which begins a block.
+        """
+        key = usage, format.name, group.group_name, values.device, values.dtype, *numels
+        if key not in self._compressions:
+            self._compressions[key] = self._choose_compression(usage, format, group, values, numels)
+        return self._compressions[key]
+
+    def _choose_compression(
+        self,
+        usage: str,
+        format: CommFormat,
+        group: ProcessGroup,
+        values: Tensor,
+        numels: Sequence[int],
+    ) -> Compression | str:
+        if not (format.is_compressed and format.fits(values.dtype)):
+            return f"{values.dtype} is no wider than {format.name}".removeprefix("torch.")
         collectives = self.collectives_for(group, values.device)
         if collectives is None:
-            return UNEVEN_HOSTS
-        # Only a format with coarse steps needs a block's scale to serve one parameter alone.
-        block_numels = numels if uses_feedback else [numel]
-        layout = collectives.layout_for(usage, self.format, block_numels, values.itemsize)
+            return _UNEVEN_HOSTS
+        layout = collectives.make_layout(usage, format, numels, values.itemsize)
         if layout is None:
-            return NOT_SMALLER
-        residuals: Sequence[Residual] = ()
-        if uses_feedback:
-            bucket_usage = f"{collectives.name}, {usage}"
-            residuals = self.residuals.get(
-                bucket_usage, params, layout.residual_numels, values.device
-            )
-        return _Compression(collectives, layout, residuals)
+            return _NOT_SMALLER
+        return Compression(collectives, layout)
 
     def all_reduce_uncompressed(
         self, values: Tensor, group: ProcessGroup, divisor: float, reason: str

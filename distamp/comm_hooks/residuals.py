@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ _VERSION = 7
 BucketKey: TypeAlias = tuple[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Residual:
+class Residual(NamedTuple):
     """The rounding error of one bucket, which the next message of the bucket sends.
 
     A block keeps its error and its mark while its layer drops out, because no message is sent.
@@ -48,18 +46,8 @@ class Residual:
         loss_scale = torch.ones(2, dtype=torch.float32, device=values.device)
         return cls(values, written, loss_scale)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that a message reads and writes."""
-        return self.values, self.written, self.loss_scale
-
-    def narrow(self, start: int, stop: int) -> Residual:
-        """Return the residual of the blocks from ``start`` to ``stop``, in the same memory."""
-        values = self.values[start * BLOCK_NUMEL : stop * BLOCK_NUMEL]
-        return Residual(values, self.written[start:stop], self.loss_scale)
-
-    def encode(self, format: CommFormat, blocks: Tensor, out: Tensor) -> None:
-        """Encode blocks plus this error, and replace the error by that of the encoding.
+    def encode(self, format: CommFormat, blocks: Tensor, out: Tensor, first_block: int = 0) -> None:
+        """Encode blocks plus their error, and replace the error by that of the encoding.
 
         A block of zeros belongs to a parameter that was not used, and no rank would read the
         message. Its error is neither sent nor changed.
@@ -68,8 +56,11 @@ class Residual:
             format: The format.
             blocks: fp32 (n, 256), which this overwrites.
             out: As `CommFormat.encode` takes it.
+            first_block: The place of the first block in this residual.
         """
-        errors = self.values.view_as(blocks)
+        stop_block = first_block + len(blocks)
+        errors = self.values.view(-1, BLOCK_NUMEL)[first_block:stop_block]
+        written = self.written[first_block:stop_block]
         is_zero = _find_zero_blocks(blocks)
         work = torch.mul(errors, self.loss_scale[0])
         if is_zero is not None:
@@ -82,10 +73,10 @@ class Residual:
         new_errors = blocks.sub_(work).mul_(self.loss_scale[1]).nan_to_num_(0.0, 0.0, 0.0)
         if is_zero is None:
             errors.copy_(new_errors)
-            self.written.fill_(True)
+            written.fill_(True)
         else:
             errors.copy_(torch.where(is_zero, errors, new_errors))
-            self.written.logical_or_(is_zero.squeeze(1).logical_not_())
+            written.logical_or_(is_zero.squeeze(1).logical_not_())
 
     def drop_written(self, skipped: Tensor) -> None:
         """Set the blocks that this iteration wrote to zero if ``skipped`` is not 0.
@@ -141,7 +132,7 @@ class ResidualStore:
         self._topologies.add(name)
 
     def get(
-        self, usage: str, params: Sequence[Tensor], numels: Sequence[int], device: torch.device
+        self, usage: str, params: Sequence[Tensor], numels: list[int], device: torch.device
     ) -> list[Residual]:
         """Return the residuals of a bucket. A new bucket gets loaded residuals, or zeros.
 
@@ -153,14 +144,14 @@ class ResidualStore:
         """
         key = usage, tuple(map(id, params))
         residuals = self._residuals.get(key, [])
-        if not _has_numels([residual.values for residual in residuals], numels):
+        if [residual.values.numel() for residual in residuals] != numels:
             residuals = self._make_residuals(key, numels, device)
             self._residuals[key] = residuals
         loss_scale = self._loss_scale_on(device)
-        return [replace(residual, loss_scale=loss_scale) for residual in residuals]
+        return [residual._replace(loss_scale=loss_scale) for residual in residuals]
 
     def _make_residuals(
-        self, key: BucketKey, numels: Sequence[int], device: torch.device
+        self, key: BucketKey, numels: list[int], device: torch.device
     ) -> list[Residual]:
         """Make the residuals of a bucket, and drop old buckets that shared its parameters."""
         usage, param_ids = key
@@ -169,7 +160,7 @@ class ResidualStore:
             if old_usage == usage and not set(param_ids).isdisjoint(old_param_ids):
                 del self._residuals[old_usage, old_param_ids]
         loaded = self._loaded.pop(self._bucket_name(key), [])
-        if _has_numels(loaded, numels):
+        if [values.numel() for values in loaded] == numels:
             return [Residual.from_values(values.to(device, copy=True)) for values in loaded]
         residuals = []
         for numel in numels:
@@ -292,10 +283,6 @@ class ResidualStore:
 def rank_label() -> str:
     """Return the label of this rank's residuals in a checkpoint."""
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
-
-
-def _has_numels(tensors: Sequence[Tensor], numels: Sequence[int]) -> bool:
-    return [tensor.numel() for tensor in tensors] == list(numels)
 
 
 def _is_state(state: Any) -> bool:

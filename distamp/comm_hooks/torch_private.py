@@ -23,7 +23,6 @@ __all__ = [
     "completed_future",
     "default_group",
     "in_backward_pass",
-    "is_destroyed",
     "new_communicator",
     "reduce_scatter_single",
     "shut_down",
@@ -114,11 +113,6 @@ def shut_down(backend: Any) -> None:
     if not isinstance(backend, dist.ProcessGroupGloo):
         with suppress(RuntimeError):
             backend.shutdown()
-
-
-def is_destroyed(group: ProcessGroup) -> bool:
-    """Return whether ``destroy_process_group`` was called for a group."""
-    return group not in dist.distributed_c10d._world.pg_map
 
 
 def completed_future(value: Tensor) -> Future[Tensor]:

@@ -9,6 +9,7 @@ by exactly their ranks, so no other rank has to take part.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -36,42 +37,38 @@ NUM_SLOTS = 2
 
 
 class CommSlot:
-    """One of the pipeline's slots: it runs one job at a time, in buffers of its own.
+    """One of the pipeline's slots: it runs one job at a time, in memory of its own.
 
     Attributes:
         index: The number of the slot.
         network_order: Returns a context in which a job sends between hosts. On a CPU jobs enter it
             in the order of their submission.
+        views: Views of this slot's memory, by the caller's keys, for later jobs. They are dropped
+            when memory grows.
     """
 
     # Private attributes that survive a job:
-    # _memory: by name, the memory of a buffer.
-    # _views: by name, shape and dtype, a view of that memory.
+    # _memory: by name, memory that later jobs of this slot use again.
 
     def __init__(self, index: int, device: torch.device) -> None:
         self.index = index
         self.network_order: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.views: dict[object, Any] = {}
         self._device = device
         self._memory: dict[str, Tensor] = {}
-        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return a contiguous tensor in memory that later jobs of this slot use again."""
-        key = name, shape, dtype
-        if key not in self._views:
-            nbytes = math.prod(shape) * dtype.itemsize
-            if name not in self._memory or self._memory[name].numel() < nbytes:
-                self._drop(name)
-                self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._views[key] = self._memory[name][:nbytes].view(dtype).view(shape)
-        return self._views[key]
-
-    def _drop(self, name: str) -> None:
-        self._memory.pop(name, None)
-        for key in [key for key in self._views if key[0] == name]:
-            del self._views[key]
+        """Return a contiguous tensor in the memory of this name."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if name not in self._memory or self._memory[name].numel() < nbytes:
+            self.views.clear()
+            self._memory.pop(name, None)
+            self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._memory[name][:nbytes].view(dtype).view(shape)
 
 
+# The rows of one tensor, or a list of tensors.
+TensorForEachRank: TypeAlias = Tensor | Sequence[Tensor]
 # A job gets the slot that runs it, and returns the tensor that it wrote.
 Job: TypeAlias = Callable[[CommSlot], Tensor]
 _CLOSED = "this communication hook was closed: wrap the model and register a hook again"
@@ -92,7 +89,7 @@ class Transport(ABC):
     """
 
     # Private attributes that survive a call:
-    # _num_jobs: the number of jobs, which selects the next slot.
+    # _next_slots: yields the slot of each job.
     # _failure: the reason for which nothing is sent any more, or "".
     # _executors, _backends: threads and connections, which `_finalizer` releases.
     # _streams: on a GPU, the stream of each slot.
@@ -109,7 +106,7 @@ class Transport(ABC):
         self._device = device
         self._stats = stats
         self._slots = [CommSlot(index, device) for index in range(NUM_SLOTS)]
-        self._num_jobs = 0
+        self._next_slots = itertools.cycle(self._slots)
         self._failure = ""
         self._streams: Sequence[torch.Stream] = ()
         self._executors: list[ThreadPoolExecutor] = []
@@ -135,26 +132,16 @@ class Transport(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, level: str, slot: CommSlot, received: Sequence[Tensor], sent: Sequence[Tensor]
+        self, level: str, slot: CommSlot, received: TensorForEachRank, sent: TensorForEachRank
     ) -> None:
         """Send a contiguous tensor to each other rank of a level, and receive one from each.
 
         Args:
             level: "inner" or "outer".
             slot: The slot of the job.
-            received: A tensor for each rank. That of this rank is empty.
-            sent: A tensor for each rank. That of this rank is empty.
-        """
-
-    @abstractmethod
-    def all_to_all_single(self, level: str, slot: CommSlot, received: Tensor, sent: Tensor) -> None:
-        """Send a row to each other rank of a level, and receive a row from each.
-
-        Args:
-            level: "inner" or "outer".
-            slot: The slot of the job.
-            received: uint8 (ranks, bytes), contiguous. The content of this rank's row is undefined.
-            sent: uint8 (ranks, bytes), contiguous.
+            received: The rows of a contiguous tensor, one for each rank, or a list of tensors. The
+                content of this rank's row is undefined afterwards. In a list, its tensor is empty.
+            sent: Rows or a list likewise.
         """
 
     @abstractmethod
@@ -171,21 +158,6 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, slot: CommSlot, values: Tensor) -> None:
         """Add up a few values over all ranks, in place."""
-
-    def next_slot(self) -> CommSlot:
-        """Return the slot of the next job.
-
-        Raises:
-            RuntimeError: A job has failed before, or the hook is closed.
-        """
-        self.check()
-        self._num_jobs += 1
-        return self._slots[self._num_jobs % NUM_SLOTS]
-
-    def check(self) -> None:
-        """Raise RuntimeError if a job has failed before in any slot, or the hook is closed."""
-        if self._failure:
-            raise RuntimeError(self._failure)
 
     def mark_failed(self, error: Exception) -> None:
         """Send nothing any more, because of an error."""
@@ -227,7 +199,9 @@ class GlooTransport(Transport):
         self._last_job_sent.set()
 
     def submit(self, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:  # noqa: D102
-        slot = self.next_slot()
+        if self._failure:
+            raise RuntimeError(self._failure)
+        slot = next(self._next_slots)
         result = Future[Any]()
         job_sent = threading.Event()
         order = partial(_in_submission_order, self._last_job_sent, job_sent)
@@ -241,7 +215,6 @@ class GlooTransport(Transport):
         slot.network_order = order
         outcome: Tensor | Exception
         try:
-            self.check()
             with torch.no_grad():
                 outcome = job(slot)
         except Exception as error:
@@ -255,10 +228,12 @@ class GlooTransport(Transport):
             result.set_result(outcome)
 
     def all_to_all(  # noqa: D102
-        self, level: str, slot: CommSlot, received: Sequence[Tensor], sent: Sequence[Tensor]
+        self, level: str, slot: CommSlot, received: TensorForEachRank, sent: TensorForEachRank
     ) -> None:
         start = time.perf_counter()
-        self.check()
+        # A job in the other slot may have failed since this job was submitted.
+        if self._failure:
+            raise RuntimeError(self._failure)
         gloo = self._backends["all", 0]
         ranks = self._ranks_by_level[level]
         size = len(ranks)
@@ -273,17 +248,13 @@ class GlooTransport(Transport):
             sending.wait()
         self._stats.seconds_waiting += time.perf_counter() - start
 
-    def all_to_all_single(  # noqa: D102
-        self, level: str, slot: CommSlot, received: Tensor, sent: Tensor
-    ) -> None:
-        self.all_to_all(level, slot, received.unbind(), sent.unbind())
-
     def all_gather(self, level: str, slot: CommSlot, rows: Tensor, row: Tensor) -> None:  # noqa: D102
-        self.all_to_all(level, slot, rows.unbind(), [row] * len(rows))
+        self.all_to_all(level, slot, rows, [row] * len(rows))
         rows[self._ranks_by_level[level].index(self._rank)] = row
 
     def all_reduce(self, slot: CommSlot, values: Tensor) -> None:  # noqa: D102
-        self.check()
+        if self._failure:
+            raise RuntimeError(self._failure)
         self._backends["all", 0].allreduce([values]).wait()
 
 
@@ -301,7 +272,9 @@ class NcclTransport(Transport):
                 self._backends[level, slot.index] = communicator
 
     def submit(self, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:  # noqa: D102
-        slot = self.next_slot()
+        if self._failure:
+            raise RuntimeError(self._failure)
+        slot = next(self._next_slots)
         stream = self._streams[slot.index]
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         result: Future[Tensor] = Future(devices=[self._device])
@@ -316,16 +289,14 @@ class NcclTransport(Transport):
         return result
 
     def all_to_all(  # noqa: D102
-        self, level: str, slot: CommSlot, received: Sequence[Tensor], sent: Sequence[Tensor]
+        self, level: str, slot: CommSlot, received: TensorForEachRank, sent: TensorForEachRank
     ) -> None:
         backend = self._backends[level, slot.index]
-        backend.alltoall([*received], [*sent]).wait()
-
-    def all_to_all_single(  # noqa: D102
-        self, level: str, slot: CommSlot, received: Tensor, sent: Tensor
-    ) -> None:
-        # One call for all ranks: its cost on the host does not grow with the number of ranks.
-        self._backends[level, slot.index].alltoall_base(received, sent, [], []).wait()
+        if isinstance(received, Tensor):
+            # The cost of this call on the host does not grow with the number of ranks.
+            backend.alltoall_base(received, sent, [], []).wait()
+        else:
+            backend.alltoall([*received], [*sent]).wait()
 
     def all_gather(self, level: str, slot: CommSlot, rows: Tensor, row: Tensor) -> None:  # noqa: D102
         torch_private.all_gather(self._backends[level, slot.index], rows, row).wait()

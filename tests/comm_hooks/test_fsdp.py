@@ -4,7 +4,8 @@ import itertools
 import socket
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,9 +31,7 @@ from distamp.comm_hooks import (
     fsdp_bf16_compress_hook,
     fsdp_fp16_compress_hook,
     register_comm_hook,
-    torch_private,
 )
-from distamp.comm_hooks.transport import GlooTransport, Job
 from distamp.fsdp_unit import FSDPUnit
 from tests.comm_hooks.training import agreed, full_gradients, relative
 from tests.on_ranks import on_ranks
@@ -377,7 +375,7 @@ def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = Non
         register_comm_hook(model, wire, ranks_per_host=ranks_per_host, param_format=gather)
     peak = Peak()
     # What lanes allocate is counted in this thread alone.
-    here = patch.object(GlooTransport, "submit", _at_once)
+    here = patch.object(ThreadPoolExecutor, "submit", _at_once)
     for _ in range(2):  # With what stays from the first pass on.
         loss = model(torch.ones(2, WIDTH)).sum()
         with peak, here:
@@ -385,9 +383,8 @@ def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = Non
     return peak.most
 
 
-def _at_once(transport: GlooTransport, job: Job, tensors: Sequence[Tensor] = ()) -> Future[Tensor]:
-    with torch.no_grad():
-        return torch_private.completed_future(job(transport.next_slot()))
+def _at_once(_: ThreadPoolExecutor, function: Callable[..., object], *arguments: object) -> None:
+    function(*arguments)
 
 
 @on_ranks(4)

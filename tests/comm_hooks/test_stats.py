@@ -56,6 +56,7 @@ def test_bytes_are_counted_beside_those_of_a_ring(ranks_per_host, share):
 # -- layouts: never more bytes than gradients are, and far fewer where there are many ------------
 
 by_name = pytest.mark.parametrize("wire", list(COMM_FORMATS.values()), ids=lambda each: each.name)
+CPU = torch.device("cpu")
 RANKS = [(wide, here) for wide in (2, 3, 16, 128, 1024) for here in (1, 2, 8)]
 
 
@@ -66,7 +67,7 @@ def slice_bytes(wire, layout):
 
 def bucket_share(wire, num_hosts, ranks_per_host, numels):
     """The bytes that leave a host, divided by those of fp32 elements in a ring between hosts."""
-    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4).bucket()
+    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4, CPU).bucket()
     # A bucket without a layout is sent uncompressed.
     if layout is None:
         return 1.0
@@ -76,7 +77,7 @@ def bucket_share(wire, num_hosts, ranks_per_host, numels):
 
 def shard_share(wire, num_hosts, ranks_per_host, numels):
     ranks = range(num_hosts * ranks_per_host)
-    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4).shards(ranks)
+    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4, CPU).shards(ranks)
     if layout is None:
         return 1.0
     # Uncompressed elements are all-reduced, which takes twice the bytes of a reduce-scatter.

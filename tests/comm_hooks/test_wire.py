@@ -40,7 +40,7 @@ class Fp8Blocks(CommFormat):
         finite, amax, nonfinite = formats.clip_to_finite(blocks, self.clip_max)
         # The power of two by which amax becomes a number in [2^7, 2^8), which e4m3 can hold.
         exponent = (amax.view(torch.int32) & formats.EXPONENT_MASK) - (7 << 23)
-        scale = formats.scale_from_bits(exponent)
+        scale = exponent.clamp(min=formats.MIN_SCALE_BITS).view(torch.float32)
         payload.copy_(finite * scale.reciprocal().unsqueeze(1))
         if nonfinite is not None:
             scale = torch.where(nonfinite.any(1), math.nan, scale)
