@@ -87,15 +87,14 @@ class BlockLayout:
                 segments.append(Segment(segment.start + skipped, numel, first - start))
         return BlockLayout(segments, stop - start)
 
-    def shift(self, offset: int) -> BlockLayout:
-        """Return the same layout of a flat tensor in which the elements begin at ``offset``."""
-        segments = []
-        for segment in self.segments:
-            segments.append(Segment(segment.start + offset, segment.numel, segment.block))
-        return BlockLayout(segments, self.num_blocks)
+    def copy_in(self, flat: Tensor, blocks: Tensor, offset: int = 0) -> None:
+        """Copy elements of a flat tensor to ``blocks`` (n, 256), and zeros to the padding.
 
-    def copy_in(self, flat: Tensor, blocks: Tensor) -> None:
-        """Copy elements of a flat tensor to ``blocks`` (n, 256), and zeros to the padding."""
+        Args:
+            flat: The flat tensor, in which the parameters begin at ``offset``.
+            blocks: The blocks.
+            offset: The place of the parameters.
+        """
         padded = blocks.view(-1)
         stop = 0
         for segment in self.segments:
@@ -103,17 +102,19 @@ class BlockLayout:
             if stop < start:
                 padded[stop:start].zero_()
             stop = start + segment.numel
-            padded[start:stop].copy_(flat[segment.start : segment.start + segment.numel])
+            first = offset + segment.start
+            padded[start:stop].copy_(flat[first : first + segment.numel])
         if stop < padded.numel():
             padded[stop:].zero_()
 
-    def copy_out(self, blocks: Tensor, flat: Tensor) -> None:
-        """Copy ``blocks`` (n, 256) without the padding to the elements of a flat tensor."""
+    def copy_out(self, blocks: Tensor, flat: Tensor, offset: int = 0) -> None:
+        """Copy ``blocks`` (n, 256) without the padding to a flat tensor, as `copy_in` reads it."""
         padded = blocks.view(-1)
         for segment in self.segments:
             start = segment.block * BLOCK_NUMEL
             elements = padded[start : start + segment.numel]
-            flat[segment.start : segment.start + segment.numel].copy_(elements)
+            first = offset + segment.start
+            flat[first : first + segment.numel].copy_(elements)
 
 
 def count_blocks(numel: int) -> int:
@@ -137,14 +138,26 @@ class Chunk(NamedTuple):
     data: slice
 
 
+class Row(NamedTuple):
+    """The blocks that one rank adds up, or that one rank sends to all.
+
+    Attributes:
+        chunks: The chunks.
+        offset: The place of the chunks' elements in the flat tensor of all ranks.
+    """
+
+    chunks: Sequence[Chunk]
+    offset: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class BlockSlice:
     """Blocks that are sent in one message to each rank.
 
     Attributes:
-        rows: For each rank, in `Topology.gather_order`, the chunks of its row in the flat tensor of
-            all ranks. All rows have the same number of blocks.
-        shard: Of shards and weights, the chunks of a row in the flat tensor of one rank.
+        rows: For each rank, in `Topology.gather_order`, its row in the flat tensor of all ranks.
+            All rows have the same number of blocks. Those of shards and weights have the same
+            chunks.
         num_blocks: The number of blocks of a row.
         chunk_shape: The shape of the blocks of the first chunk, which no other chunk exceeds.
         row_bytes: The bytes of an encoded row.
@@ -152,8 +165,7 @@ class BlockSlice:
         bucket: Of a bucket, the layout of all rows, one after another.
     """
 
-    rows: Sequence[Sequence[Chunk]]
-    shard: Sequence[Chunk]
+    rows: Sequence[Row]
     num_blocks: int
     chunk_shape: tuple[int, int]
     row_bytes: int
@@ -165,9 +177,9 @@ class BlockSlice:
         if self.bucket is not None:
             self.bucket.copy_in(flat, staged.flatten(0, 1))
             return
-        for chunks, blocks in zip(self.rows, staged, strict=True):
-            for chunk in chunks:
-                chunk.layout.copy_in(flat, blocks[chunk.start : chunk.stop])
+        for row, blocks in zip(self.rows, staged, strict=True):
+            for chunk in row.chunks:
+                chunk.layout.copy_in(flat, blocks[chunk.start : chunk.stop], row.offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,9 +258,10 @@ class LayoutBuilder:
             return None
         rows = []
         for index in range(self._num_ranks):
-            rows.append(self._blocks.narrow(index * num_blocks, (index + 1) * num_blocks))
+            row = self._blocks.narrow(index * num_blocks, (index + 1) * num_blocks)
+            rows.append(Row(self._chunks(row)))
         bucket = self._blocks.narrow(0, self._num_ranks * num_blocks)
-        block_slice = self._slice(rows, rows[0], bucket=bucket)
+        block_slice = self._slice(rows, bucket=bucket)
         row_numel = num_blocks * BLOCK_NUMEL
         residual_numels = [self._num_hosts * row_numel, row_numel]
         # A rank sends its rows, and then the mean that it owns.
@@ -268,8 +281,8 @@ class LayoutBuilder:
         for start in range(0, num_blocks, slice_blocks):
             stop = min(start + slice_blocks, num_blocks)
             shard = self._blocks.narrow(start, stop)
-            rows = [shard.shift(rank * self._numel) for rank in gather_order]
-            slices.append(self._slice(rows, shard, self._num_hosts * start))
+            rows = self._shard_rows(shard, gather_order)
+            slices.append(self._slice(rows, self._num_hosts * start))
             row_bytes += slices[-1].row_bytes
         # Uncompressed elements are all-reduced, so a rank sends and receives all of them.
         uncompressed_bytes = 8 * len(self._uncompressed)
@@ -290,41 +303,39 @@ class LayoutBuilder:
         message_bytes = row_bytes + self._itemsize * len(self._uncompressed)
         if not self._blocks.segments or message_bytes >= self._nbytes:
             return None
-        rows = [self._blocks.shift(rank * self._numel) for rank in gather_order]
-        block_slice = self._slice(rows, self._blocks)
+        block_slice = self._slice(self._shard_rows(self._blocks, gather_order))
         uncompressed_bytes = self._num_ranks * 4 * len(self._uncompressed)
         return self._layout(
             [block_slice], row_bytes, uncompressed_bytes, self._num_ranks * self._nbytes
         )
 
+    def _shard_rows(self, shard: BlockLayout, gather_order: Sequence[int]) -> list[Row]:
+        """Return the same blocks of the shards of all ranks."""
+        chunks = self._chunks(shard)
+        return [Row(chunks, rank * self._numel) for rank in gather_order]
+
+    def _chunks(self, row: BlockLayout) -> list[Chunk]:
+        size = min(self._max_chunk_blocks or row.num_blocks, row.num_blocks)
+        chunks = []
+        for start in range(0, row.num_blocks, size):
+            stop = min(start + size, row.num_blocks)
+            first_byte = self._row_bytes(start)
+            data = slice(first_byte, first_byte + self._row_bytes(stop - start))
+            chunks.append(Chunk(row.narrow(start, stop), start, stop, data))
+        return chunks
+
     def _slice(
-        self,
-        rows: Sequence[BlockLayout],
-        shard: BlockLayout,
-        first_block: int = 0,
-        bucket: BlockLayout | None = None,
+        self, rows: Sequence[Row], first_block: int = 0, bucket: BlockLayout | None = None
     ) -> BlockSlice:
-        num_blocks = shard.num_blocks
-        chunk_blocks = min(self._max_chunk_blocks or num_blocks, num_blocks)
+        num_blocks = rows[0].chunks[-1].stop
         return BlockSlice(
-            rows=[self._chunks(row, chunk_blocks) for row in rows],
-            shard=self._chunks(shard, chunk_blocks),
-            num_blocks=num_blocks,
-            chunk_shape=(chunk_blocks, BLOCK_NUMEL),
+            rows,
+            num_blocks,
+            chunk_shape=(rows[0].chunks[0].stop, BLOCK_NUMEL),
             row_bytes=self._row_bytes(num_blocks),
             first_block=first_block,
             bucket=bucket,
         )
-
-    def _chunks(self, row: BlockLayout, chunk_blocks: int) -> list[Chunk]:
-        chunks = []
-        for start in range(0, row.num_blocks, chunk_blocks):
-            stop = min(start + chunk_blocks, row.num_blocks)
-            first_byte = self._row_bytes(start)
-            data = slice(first_byte, first_byte + self._row_bytes(stop - start))
-            layout = row if row.num_blocks <= chunk_blocks else row.narrow(start, stop)
-            chunks.append(Chunk(layout, start, stop, data))
-        return chunks
 
     def _layout(
         self,
@@ -398,10 +409,10 @@ class HostSum(NamedTuple):
     inverse: float
     summands: Sequence[Tensor]
 
-    def copy_chunk(self, host: int, chunk: Chunk, blocks: Tensor) -> None:
+    def copy_chunk(self, host: int, row: Row, chunk: Chunk, blocks: Tensor) -> None:
         """Write a chunk of the row of a host to ``blocks``, in fp32."""
         if not self.summands:
-            chunk.layout.copy_in(self.values, blocks)
+            chunk.layout.copy_in(self.values, blocks, row.offset)
             blocks.mul_(self.inverse)
             return
         blocks.copy_(self.summands[0][host, chunk.start : chunk.stop]).mul_(self.inverse)
@@ -553,7 +564,7 @@ class CompressedCollectives:
                     total = self._reduce_uncompressed(slot, shards, layout, divisor)[self._rank]
                     output[layout.uncompressed_index] = total.to(output.dtype)
             reduced = self._reduce(format, block_slice, host_sum, memory, received)
-            for chunk, (_, blocks) in zip(block_slice.shard, reduced, strict=True):
+            for chunk, blocks in reduced:
                 chunk.layout.copy_out(blocks, output)
             return output
 
@@ -583,16 +594,16 @@ class CompressedCollectives:
 
         def job(slot: CommSlot) -> Tensor:
             rows = slot.buffer("received", (self._size, block_slice.row_bytes))
-            row = rows[self._own_row]
+            data = rows[self._own_row]
             memory = torch.empty(block_slice.chunk_shape, dtype=torch.float32, device=self._device)
-            for chunk in block_slice.shard:
+            for chunk in block_slice.rows[self._own_row].chunks:
                 blocks = memory[: chunk.layout.num_blocks]
                 chunk.layout.copy_in(input, blocks)
-                format.encode(blocks, row[chunk.data])
+                format.encode(blocks, data[chunk.data])
             uncompressed = input.new_empty(self._size, index.numel())
             uncompressed_row = input[index].view(torch.uint8)
             with slot.network_order():
-                self.transport.all_gather("outer", slot, rows[self._outer_rows], row)
+                self.transport.all_gather("outer", slot, rows[self._outer_rows], data)
                 if index.numel():
                     uncompressed_rows = uncompressed.view(torch.uint8)
                     self.transport.all_gather("all", slot, uncompressed_rows, uncompressed_row)
@@ -658,14 +669,14 @@ class CompressedCollectives:
         residuals: Sequence[Residual],
     ) -> None:
         """Encode the rows that this rank sends to other hosts in ``sent`` (hosts, bytes)."""
-        for host, chunks in enumerate(block_slice.rows[self._outer_rows]):
+        for host, row in enumerate(block_slice.rows[self._outer_rows]):
             if host == self._host:
                 continue
             first_block = block_slice.first_block + host * block_slice.num_blocks
-            for chunk in chunks:
+            for chunk in row.chunks:
                 blocks = memory[: chunk.layout.num_blocks]
                 data = sent[host, chunk.data]
-                host_sum.copy_chunk(host, chunk, blocks)
+                host_sum.copy_chunk(host, row, chunk, blocks)
                 if residuals:
                     residuals[0].encode(format, blocks, data, first_block + chunk.start)
                 else:
@@ -680,12 +691,13 @@ class CompressedCollectives:
         received: Tensor,
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """Yield chunks of this rank's row, added up over all hosts, the next host first."""
-        for chunk in block_slice.rows[self._own_row]:
+        row = block_slice.rows[self._own_row]
+        for chunk in row.chunks:
             blocks = memory[: chunk.layout.num_blocks]
-            host_sum.copy_chunk(self._host, chunk, blocks)
+            host_sum.copy_chunk(self._host, row, chunk, blocks)
             for shift in range(1, self._num_hosts):
-                row = received[(self._host + shift) % self._num_hosts]
-                format.decode(row[chunk.data], blocks, accumulate=True)
+                data = received[(self._host + shift) % self._num_hosts]
+                format.decode(data[chunk.data], blocks, accumulate=True)
             yield chunk, blocks
 
     def _decode(
@@ -697,11 +709,11 @@ class CompressedCollectives:
         flat: Tensor,
     ) -> None:
         """Decode the rows of all ranks into a flat tensor."""
-        for row, chunks in zip(rows, block_slice.rows, strict=True):
-            for chunk in chunks:
+        for data, row in zip(rows, block_slice.rows, strict=True):
+            for chunk in row.chunks:
                 blocks = memory[: chunk.layout.num_blocks]
-                format.decode(row[chunk.data], blocks)
-                chunk.layout.copy_out(blocks, flat)
+                format.decode(data[chunk.data], blocks)
+                chunk.layout.copy_out(blocks, flat, row.offset)
 
     def _all_gather_in_host(self, slot: CommSlot, rows: Tensor) -> None:
         """Send the rows of all hosts to the ranks of this host."""
