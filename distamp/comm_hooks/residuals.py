@@ -148,7 +148,7 @@ class ResidualStore:
             residuals = self._make_residuals(key, numels, device)
             self._residuals[key] = residuals
         loss_scale = self._loss_scale_on(device)
-        return [residual._replace(loss_scale=loss_scale) for residual in residuals]
+        return [Residual(values, written, loss_scale) for values, written, _ in residuals]
 
     def _make_residuals(
         self, key: BucketKey, numels: list[int], device: torch.device
