@@ -1,6 +1,9 @@
-"""One module for each trainer that distamp's scaler and hooks are fitted into.
+"""Adapters that put distamp's scaler and communication hooks into trainers, one module a trainer.
 
-Nothing here is imported with ``distamp``; each module needs the package that it is named after.
+``import distamp`` imports no adapter. Each module needs the trainer's package. `Scaler` lists the
+methods that an adapter for another trainer calls.
 """
 
-__all__: list[str] = []
+from distamp.integrations.trainer_scaler import Scaler
+
+__all__ = ["Scaler"]

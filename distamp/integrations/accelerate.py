@@ -1,4 +1,4 @@
-"""distamp in Hugging Face Accelerate: steps together, and gradients in fewer bytes."""
+"""An adapter for Hugging Face Accelerate: ranks step together and send compressed gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from distamp.comm_hooks import register_comm_hook
 from distamp.comm_hooks.torch_private import awaits_first_reduction, unwrap_compiled
 from distamp.errors import ConfigError
 from distamp.guard import StepGuard
-from distamp.integrations.shared import (
-    Stepper,
-    check_wire,
-    checked_scaler,
-    scales,
-    stepper_for,
+from distamp.integrations.trainer_scaler import (
+    Scaler,
+    is_loss_scaler,
+    make_guard,
+    make_loss_scaler,
+    validate_format,
     was_skipped,
 )
 from distamp.scaler import DistGradScaler
@@ -35,9 +35,14 @@ __all__ = ["prepare"]
 
 _logger = logging.getLogger(__name__)
 
-# Steps any optimizer whose state is empty before it is saved or loaded.
-_STATE_MAKER = getattr(getattr(state_dict, "_init_optim_state", None), "__code__", None)
-_OWN_STEPS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_UNSUPPORTED_BACKENDS = (
+    DistributedType.DEEPSPEED,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
+# The code of torch's function that steps an optimizer without state before it saves or loads a
+# checkpoint.
+_INIT_OPTIM_STATE = getattr(getattr(state_dict, "_init_optim_state", None), "__code__", None)
 
 
 def prepare(
@@ -46,39 +51,41 @@ def prepare(
     comm_hook: str | None = None,
     scaler: DistGradScaler | None = None,
     **settings: Any,
-) -> Stepper:
-    """Let the ranks of an ``Accelerator`` step or skip together, in any of its precisions.
+) -> DistGradScaler | StepGuard:
+    """Make the ranks of an ``Accelerator`` step or skip together, in any of its precisions.
 
     Call it before or after ``accelerator.prepare`` (in fp16 on a CPU: before), on every rank. With
-    ``mixed_precision="fp16"`` the accelerator's scaler is a `DistGradScaler`, on a CPU too, where
-    Accelerate makes none; with ``"bf16"`` and ``"no"`` it is a `StepGuard`. Everything else works
-    as before, and:
+    ``mixed_precision="fp16"`` the accelerator's scaler becomes a `DistGradScaler`, also on a CPU,
+    where Accelerate makes no scaler. With ``"bf16"`` and ``"no"`` it becomes a `StepGuard`.
+    Everything else works as before, except that:
 
     - ``accelerator.optimizer_step_was_skipped`` is right for fused optimizers too, and waits for
-      the device only when it is asked; schedules that Accelerate prepared follow it;
+      the device only when it is read; schedules that Accelerate prepared follow it;
     - ``accelerator.clip_grad_norm_`` returns the norm of the whole model, and the step after it
-      does not look at the gradients again;
+      does not check the gradients again;
     - ``accelerator.accumulate`` and ``accelerator.no_sync`` do not pause the first backward pass of
       DDP with ``static_graph=True``, in which torch records the graph;
-    - ``save_state`` and ``load_state`` take its state along; Accelerate's own are read too.
+    - ``save_state`` and ``load_state`` include the state of the scaler or guard, and Accelerate's
+      own checkpoints load too.
 
     Args:
-        accelerator: Of any ``mixed_precision`` but ``"fp8"``.
-        prepared: What ``accelerator.prepare`` returned, where that was called before and
-            ``comm_hook`` is given.
-        comm_hook: A wire format for gradients, as `distamp.comm_hooks.register_comm_hook` takes it,
-            for each wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` knows only
-            torch's.
-        scaler: In fp16 a `DistGradScaler`; None makes one, with the settings of
-            ``GradScalerKwargs`` and the loss scale that the accelerator had.
-        settings: Keyword settings of what is made, before those.
+        accelerator: An accelerator of any ``mixed_precision`` except ``"fp8"``.
+        prepared: The results of ``accelerator.prepare``, if it was called before and ``comm_hook``
+            is set.
+        comm_hook: A communication format of `distamp.comm_hooks.register_comm_hook`, for the
+            gradients of each wrapped model; ``DistributedDataParallelKwargs(comm_hook=)`` has only
+            torch's hooks.
+        scaler: A `DistGradScaler`, in fp16. None makes one with the settings of
+            ``GradScalerKwargs`` and the accelerator's present loss scale.
+        settings: Keyword settings of a new scaler or guard, which override the settings of
+            ``GradScalerKwargs``.
 
     Returns:
-        The scaler, or the guard.
+        The scaler or the guard.
 
     Raises:
-        ConfigError: Settings of a loss scale where there is none, or an accelerator whose steps
-            are not its own: fp8, DeepSpeed, Megatron-LM, XLA.
+        ConfigError: Settings of a loss scale were passed for bf16 or fp32, or a backend of the
+            accelerator scales and steps by itself: fp8, DeepSpeed, Megatron-LM, XLA.
         ValueError: The format or a model does not fit the hook.
 
     Example::
@@ -87,43 +94,108 @@ def prepare(
         prepare(accelerator)
         model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     """
-    precision = accelerator.mixed_precision
-    stepper: Stepper = accelerator.scaler
-    if precision == "fp8" or accelerator.distributed_type in _OWN_STEPS:
-        what = "fp8" if precision == "fp8" else accelerator.distributed_type
-        raise ConfigError(
-            f"{what} in Accelerate scales and steps by itself, where distamp has no part; its "
-            "steps are for fp16, bf16 and fp32 under DDP, FSDP and tensor parallel"
-        )
-    check_wire(comm_hook)
-    if precision == "fp16":
-        stepper = _give_scaler(accelerator, scaler, settings)
-    elif settings or scaler is not None or not isinstance(stepper, StepGuard):  # of a call before
-        stepper = stepper_for(False, precision, scaler, None, settings)
-    accelerator.scaler = stepper
-    adopt = _Adopts(accelerator, comm_hook, stepper)
-    adopt(prepared)
+    _check_backend(accelerator)
+    validate_format(comm_hook)
+    installed: DistGradScaler | StepGuard
+    if accelerator.mixed_precision == "fp16":
+        installed = _install_loss_scaler(accelerator, scaler, settings)
+    else:
+        installed = _install_guard(accelerator, scaler, settings)
+    prepared_objects = _PreparedObjects(accelerator, comm_hook, installed)
+    prepared_objects.update(prepared)
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
-        _follow(accelerator, name, adopt)
-    accelerator.clip_grad_norm_ = functools.partial(_clip, stepper)
+        _wrap_method(accelerator, name, prepared_objects.update)
+    accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, installed)
     accelerator.no_sync = functools.partial(_no_sync, accelerator.no_sync)
-    if not scales(stepper):
-        accelerator.load_state = functools.partial(_load, accelerator, accelerator.load_state)
-    return stepper
+    if not is_loss_scaler(installed):
+        load_state = accelerator.load_state
+        accelerator.load_state = functools.partial(_load_state, accelerator, load_state)
+    return installed
 
 
-def _clip(
-    stepper: Stepper, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+def _check_backend(accelerator: Accelerator) -> None:
+    backend = None
+    if accelerator.mixed_precision == "fp8":
+        backend = "fp8"
+    elif accelerator.distributed_type in _UNSUPPORTED_BACKENDS:
+        backend = str(accelerator.distributed_type)
+    if backend is not None:
+        raise ConfigError(
+            f"prepare() does not support {backend}, because Accelerate scales and steps in its own "
+            f"way with {backend}. Use fp16, bf16 or fp32 under DDP, FSDP or tensor parallel."
+        )
+
+
+# -- the scaler or guard ---------------------------------------------------------------------------
+
+
+def _install_guard(accelerator: Accelerator, scaler: object, settings: dict[str, Any]) -> StepGuard:
+    """Make a guard the accelerator's scaler; a guard of an earlier call stays."""
+    guard = accelerator.scaler
+    if scaler is not None or settings or not isinstance(guard, StepGuard):
+        guard = make_guard(accelerator.mixed_precision, scaler, settings)
+        accelerator.scaler = guard
+    return guard
+
+
+def _install_loss_scaler(
+    accelerator: Accelerator, scaler: DistGradScaler | None, settings: dict[str, Any]
+) -> DistGradScaler:
+    """Make a `DistGradScaler` the accelerator's scaler.
+
+    A `DistGradScaler` of an earlier call, or of `distamp.patch_torch`, stays.
+    """
+    current_scaler = accelerator.scaler
+    if scaler is None and not settings and isinstance(current_scaler, DistGradScaler):
+        return current_scaler
+    if scaler is None:
+        new_scaler = _replace_scaler(accelerator, settings)
+    else:
+        new_scaler = make_loss_scaler(scaler, None, settings)
+    if not accelerator.native_amp and _get_prepared(accelerator, "models"):
+        raise ConfigError(
+            "accelerator.prepare(model) was called before prepare(accelerator). It prepared the "
+            "model for float32, as Accelerate does on a CPU. Call prepare(accelerator) before "
+            "accelerator.prepare(model)."
+        )
+    accelerator.native_amp = True
+    accelerator.scaler = new_scaler
+    return new_scaler
+
+
+def _replace_scaler(accelerator: Accelerator, settings: dict[str, Any]) -> DistGradScaler:
+    """Make a scaler with the settings and the present loss scale of the accelerator's scaler."""
+    all_settings = {}
+    if accelerator.scaler_handler is not None:
+        all_settings.update(accelerator.scaler_handler.to_kwargs())
+    all_settings.update(settings)
+    scaler = make_loss_scaler(None, accelerator.device.type, all_settings)
+    old_scaler = accelerator.scaler
+    if old_scaler is not None and old_scaler.is_enabled() and "init_scale" not in settings:
+        old_state = old_scaler.state_dict()
+        state = scaler.state_dict()
+        for name in ("scale", "_growth_tracker"):
+            state[name] = old_state[name]
+        scaler.load_state_dict(state)
+    return scaler
+
+
+# -- methods of the accelerator --------------------------------------------------------------------
+
+
+def _clip_grad_norm(
+    scaler: Scaler, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
 ) -> Tensor:
-    """In the place of ``Accelerator.clip_grad_norm_``."""
-    trained = [each for each in parameters if each.requires_grad]
-    return stepper.clip_grad_norm_(trained, max_norm, norm_type)
+    """Replace ``Accelerator.clip_grad_norm_``."""
+    trainable = [param for param in parameters if param.requires_grad]
+    return scaler.clip_grad_norm_(trainable, max_norm, norm_type)
 
 
 def _no_sync(no_sync: Callable[[Any], AbstractContextManager[None]], model: Any) -> Any:
-    """In the place of ``Accelerator.no_sync``, which ``accumulate`` calls too.
+    """Replace ``Accelerator.no_sync``, which ``accumulate`` also calls.
 
-    torch records a static graph in the first backward pass, and fails if that is not reduced.
+    torch records a static graph in the first backward pass, and raises an error if DDP does not
+    reduce the gradients of that pass.
     """
     wrapper = unwrap_compiled(model)
     if isinstance(wrapper, DistributedDataParallel) and awaits_first_reduction(wrapper):
@@ -131,104 +203,110 @@ def _no_sync(no_sync: Callable[[Any], AbstractContextManager[None]], model: Any)
     return no_sync(model)
 
 
-def _load(accelerator: Accelerator, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """In the place of ``load_state``, which opens a scaler's file that bf16 runs did not write."""
+def _load_state(
+    accelerator: Accelerator, load_state: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    """Replace ``Accelerator.load_state``, which reads a scaler's file if there is a scaler.
+
+    Accelerate writes no such file in bf16 and fp32 without a guard.
+    """
     guard = accelerator.scaler
     try:
-        load(*args, **kwargs)
+        load_state(*args, **kwargs)
     except FileNotFoundError as error:
         if SCALER_NAME not in str(error):
             raise
-        _logger.warning("%s, as from a run without a guard; the rest is loaded", error)
+        _logger.warning(
+            "%s. The checkpoint was saved without a guard. Everything else is loaded.", error
+        )
         accelerator.scaler = None
         try:
-            load(*args, **kwargs)
+            load_state(*args, **kwargs)
         finally:
             accelerator.scaler = guard
 
 
-def _give_scaler(
-    accelerator: Accelerator, scaler: DistGradScaler | None, settings: dict[str, Any]
-) -> DistGradScaler:
-    theirs = accelerator.scaler
-    if scaler is None and not settings and isinstance(theirs, DistGradScaler):
-        return theirs  # of distamp.patch_torch()
-    if scaler is None:
-        handler = accelerator.scaler_handler
-        given = {**({} if handler is None else handler.to_kwargs()), **settings}
-        made = checked_scaler(None, accelerator.device.type, given)
-        if theirs is not None and theirs.is_enabled() and "init_scale" not in settings:
-            before = theirs.state_dict()
-            kept = {name: before[name] for name in ("scale", "_growth_tracker")}
-            made.load_state_dict({**made.state_dict(), **kept})
-    else:
-        made = checked_scaler(scaler, None, settings)
-    if not accelerator.native_amp and _kept(accelerator, "models"):
-        raise ConfigError(
-            "on a CPU Accelerate computes in float16 where it is told so first: call "
-            "prepare(accelerator) before accelerator.prepare(model)"
-        )
-    accelerator.native_amp = True
-    return made
+def _wrap_method(
+    accelerator: Accelerator, name: str, callback: Callable[[Iterable[Any]], None]
+) -> None:
+    """Let a method of this accelerator pass its results to a callback, too."""
+    method = getattr(accelerator, name)
+
+    @functools.wraps(method)
+    def call_method(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        callback(result if isinstance(result, tuple | list) else [result])
+        return result
+
+    setattr(accelerator, name, call_method)
 
 
-def _kept(accelerator: Accelerator, kind: str) -> list[Any]:
-    """Return what the accelerator has prepared so far; Accelerate has no public name for it."""
-    return list(getattr(accelerator, f"_{kind}", ()))
+# -- prepared objects ------------------------------------------------------------------------------
 
 
 class _SteppedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper, which asks whether the step was taken when it is asked itself."""
+    """Accelerate's optimizer wrapper, which queries the scaler only for ``step_was_skipped``."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if sys._getframe(1).f_code is _STATE_MAKER:
-            # torch's checkpoints make state by a step of zero gradients, on no rank's account.
+        if sys._getframe(1).f_code is _INIT_OPTIM_STATE:
+            # torch creates the optimizer's state by a step with zero gradients, which is no step of
+            # the training.
             self.optimizer.step()
         elif self.gradient_state.sync_gradients:
-            self.scaler.step(self.optimizer, **({} if closure is None else {"closure": closure}))
-            self.scaler.update()
+            scaler: Scaler = self.scaler
+            if closure is None:
+                scaler.step(self.optimizer)
+            else:
+                scaler.step(self.optimizer, closure=closure)
+            scaler.update()
 
     @property
     def step_was_skipped(self) -> bool:
         return was_skipped(self.scaler, self.optimizer)
 
 
-class _Adopts:
-    """Takes on what an accelerator has prepared: optimizers, and the hook of each wrapped model."""
+class _PreparedObjects:
+    """The optimizers and models that an accelerator has prepared.
 
-    def __init__(self, accelerator: Accelerator, wire: str | None, stepper: Stepper) -> None:
-        self._accelerator, self._wire, self._stepper = accelerator, wire, stepper
-        self._models: dict[int, nn.Module] = {}
+    ``update`` gives every optimizer the scaler, and every wrapped model the communication hook.
+    """
 
-    def __call__(self, new: Iterable[Any]) -> None:
-        for optimizer in _kept(self._accelerator, "optimizers"):
-            # In place, as schedules and the user's variables refer to this very object.
-            optimizer.__class__, optimizer.scaler = _SteppedOptimizer, self._stepper
-            self._stepper.register_optimizers(optimizer)
-        if self._wire is not None:
-            for each in new:
-                self._register(getattr(each, "_orig_mod", each), self._wire)  # not compiled
+    def __init__(
+        self, accelerator: Accelerator, comm_format: str | None, scaler: DistGradScaler | StepGuard
+    ) -> None:
+        self._accelerator = accelerator
+        self._comm_format = comm_format
+        self._scaler = scaler
+        self._hooked_models: dict[int, nn.Module] = {}
 
-    def _register(self, model: Any, wire: str) -> None:
-        if isinstance(model, nn.Module) and id(model) not in self._models and _is_wrapped(model):
-            self._models[id(model)] = model
-            self._stepper.attach_comm_hook(register_comm_hook(model, wire))
+    def update(self, results: Iterable[Any]) -> None:
+        """Process new optimizers of the accelerator, and new models among the results."""
+        for optimizer in _get_prepared(self._accelerator, "optimizers"):
+            # Schedules and the user's variables refer to this object, so its class changes.
+            optimizer.__class__ = _SteppedOptimizer
+            optimizer.scaler = self._scaler
+            self._scaler.register_optimizers(optimizer)
+        if self._comm_format is not None:
+            for result in results:
+                model = unwrap_compiled(result)
+                if _is_wrapped_model(model):
+                    self._register_comm_hook(model, self._comm_format)
+
+    def _register_comm_hook(self, model: nn.Module, comm_format: str) -> None:
+        if id(model) not in self._hooked_models:
+            self._hooked_models[id(model)] = model
+            hook = register_comm_hook(model, comm_format)
+            self._scaler.attach_comm_hook(hook)
 
 
-def _is_wrapped(model: nn.Module) -> bool:
-    if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+def _get_prepared(accelerator: Accelerator, kind: str) -> list[Any]:
+    """Return the prepared objects of a kind, for which Accelerate has no public name."""
+    return list(getattr(accelerator, f"_{kind}", ()))
+
+
+def _is_wrapped_model(result: Any) -> bool:
+    if isinstance(result, DistributedDataParallel | FullyShardedDataParallel):
         return True
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _follow(accelerator: Accelerator, name: str, then: Callable[[Iterable[Any]], None]) -> None:
-    """Call ``then`` with what a method of this accelerator returns, each time."""
-    method = getattr(accelerator, name)
-
-    @functools.wraps(method)
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        then(result if isinstance(result, tuple | list) else [result])
-        return result
-
-    setattr(accelerator, name, followed)
+    if not isinstance(result, nn.Module):
+        return False
+    return any(isinstance(module, FSDPModule) for module in result.modules())

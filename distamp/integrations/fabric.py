@@ -1,6 +1,7 @@
-"""distamp in Lightning's Fabric: precision plugins whose ranks step or skip together.
+"""Precision plugins for Lightning's Fabric, with which all ranks step or skip together.
 
-Serves the packages ``lightning`` and ``lightning_fabric``: import the one you use first.
+The plugins extend classes of ``lightning`` or ``lightning_fabric``. If both are installed, import
+the package of your program before this module.
 """
 
 from __future__ import annotations
@@ -9,65 +10,67 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distamp.integrations.shared import (
-    MixedMixin,
-    PlainMixin,
-    ShardedMixin,
-    Stepper,
-    lightning_package,
-    unscale_once,
+from distamp.guard import StepGuard
+from distamp.integrations.lightning_plugins import (
+    FSDPPrecisionMixin,
+    FullPrecisionMixin,
+    MixedPrecisionMixin,
+    import_lightning,
+    step_and_update,
 )
+from distamp.integrations.trainer_scaler import ensure_unscaled
+from distamp.scaler import DistGradScaler
 
 __all__ = ["FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
 
-_plugins: Any = lightning_package("fabric").plugins.precision
+_plugins: Any = import_lightning("fabric").plugins.precision
 
 
-class _Stepped(_plugins.Precision):
-    """What the plugins do together: step on all ranks or on none. Everything else is Fabric's."""
+class _StepMixin(_plugins.Precision):
+    """The methods in which the plugins differ from Fabric's: backward pass, unscaling and step."""
 
-    scaler: Stepper
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return output
-
-    def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale before clipping, once, for fused optimizers too."""
-        unscale_once(self.scaler, optimizer)
+    scaler: DistGradScaler | StepGuard
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        _plugins.Precision.backward(self, self.scaler.scale(tensor), model, *args, **kwargs)
+        # Fabric's MixedPrecision.backward would scale the loss again.
+        loss = self.scaler.scale(tensor)
+        _plugins.Precision.backward(self, loss, model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale gradients before Fabric clips them, also for fused optimizers."""
+        ensure_unscaled(self.scaler, optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        return step_and_update(self.scaler, optimizer, **kwargs)
 
 
-class Precision(PlainMixin, _Stepped):
-    """Fabric's ``Precision``, ``"32-true"``, whose ranks step or skip together.
-
-    Source: Lightning's documentation of precision plugins.
-    """
-
-
-class HalfPrecision(PlainMixin, _Stepped, _plugins.HalfPrecision):
-    """Fabric's ``HalfPrecision``, ``"bf16-true"``, whose ranks step or skip together.
-
-    Source: Lightning's documentation of precision plugins.
-    """
-
-
-class MixedPrecision(MixedMixin, _Stepped, _plugins.MixedPrecision):
-    """Fabric's ``MixedPrecision``, whose ranks step or skip together.
-
-    For one device, DDP and ModelParallelStrategy: ``Fabric(plugins=MixedPrecision("bf16-mixed",
-    "cuda"))``, without ``precision=``. Unlike Fabric's it clips with fused optimizers at
-    ``"16-mixed"``.
+class Precision(FullPrecisionMixin, _StepMixin):
+    """Fabric's ``Precision``, ``"32-true"``, with ranks that step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """
 
 
-class FSDPPrecision(ShardedMixin, _Stepped, _plugins.FSDPPrecision):
-    """Fabric's ``FSDPPrecision``, whose ranks step or skip together.
+class HalfPrecision(FullPrecisionMixin, _StepMixin, _plugins.HalfPrecision):
+    """Fabric's ``HalfPrecision``, ``"bf16-true"``, with ranks that step or skip together.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class MixedPrecision(MixedPrecisionMixin, _StepMixin, _plugins.MixedPrecision):
+    """Fabric's ``MixedPrecision``, with ranks that step or skip together.
+
+    The plugin is for one device, DDP and ModelParallelStrategy. Pass it as
+    ``Fabric(plugins=MixedPrecision("bf16-mixed", "cuda"))``, without ``precision=``. Unlike
+    Fabric's plugin, it clips the gradients of fused optimizers at ``"16-mixed"``.
+
+    Source: Lightning's documentation of precision plugins.
+    """
+
+
+class FSDPPrecision(FSDPPrecisionMixin, _StepMixin, _plugins.FSDPPrecision):
+    """Fabric's ``FSDPPrecision``, with ranks that step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """

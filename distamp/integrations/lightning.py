@@ -1,6 +1,7 @@
-"""distamp in Lightning's Trainer: precision plugins and callbacks.
+"""Precision plugins and callbacks for Lightning's Trainer.
 
-Serves the packages ``lightning`` and ``pytorch_lightning``: import the one you use first.
+The plugins extend classes of ``lightning`` or ``pytorch_lightning``. If both are installed, import
+the package of your program before this module.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ from torch.optim import LBFGS, Optimizer
 
 from distamp import comm_hooks
 from distamp.errors import ConfigError
-from distamp.integrations.shared import (
-    MixedMixin,
-    PlainMixin,
-    ShardedMixin,
-    Stepper,
-    check_wire,
-    lightning_package,
-    scales,
+from distamp.guard import StepGuard
+from distamp.integrations.lightning_plugins import (
+    FSDPPrecisionMixin,
+    FullPrecisionMixin,
+    MixedPrecisionMixin,
+    import_lightning,
+    step_and_update,
+)
+from distamp.integrations.trainer_scaler import (
+    Scaler,
+    ensure_unscaled,
+    is_loss_scaler,
     skipped_steps,
-    unscale_once,
+    validate_format,
     was_skipped,
 )
 from distamp.optim_utils import unwrap_optimizer
+from distamp.scaler import DistGradScaler
 
 __all__ = [
     "CommHook",
@@ -37,56 +43,59 @@ __all__ = [
     "SkippedSteps",
 ]
 
-_package: Any = lightning_package("pytorch")
+_package: Any = import_lightning("pytorch")
 _plugins: Any = _package.plugins.precision
 _Callback: Any = _package.Callback
 
 
-class _Stepped(_plugins.Precision):
-    """What the plugins do together: step on all ranks or on none. The rest is Lightning's."""
+# -- precision plugins -----------------------------------------------------------------------------
 
-    scaler: Stepper
+
+class _StepMixin(_plugins.Precision):
+    """The methods in which the plugins differ from Lightning's: backward pass, step, checkpoint."""
+
+    scaler: DistGradScaler | StepGuard
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Make every optimizer known before the first step."""
+        """Register every optimizer before the first step."""
         self.scaler.register_optimizers(*optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        return _plugins.Precision.pre_backward(self, self.scaler.scale(tensor), module)
+        # Lightning's MixedPrecision.pre_backward would scale the loss again.
+        loss = self.scaler.scale(tensor)
+        return _plugins.Precision.pre_backward(self, loss, module)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip and step, on all ranks or on none."""
+        """Run the closure, unscale and clip gradients, and step on all ranks or on none."""
         if isinstance(unwrap_optimizer(optimizer), LBFGS):
             raise ConfigError(
-                "LBFGS evaluates the loss inside its step, so no rank knows before whether to skip "
-                "it: train it in float32 or bfloat16 with Lightning's own plugin"
+                "LBFGS evaluates the loss inside its step, so a rank cannot decide before the step "
+                "whether to skip it. Train with Lightning's own plugin, in float32 or bfloat16."
             )
         result = closure()
-        # Automatic optimization whose training_step returned None: no backward, so no step.
-        steps = result is not None or not model.automatic_optimization
-        if steps:
-            unscale_once(self.scaler, optimizer)
+        # In automatic optimization, a training_step that returns None has run no backward pass.
+        has_gradients = result is not None or not model.automatic_optimization
+        if has_gradients:
+            ensure_unscaled(self.scaler, optimizer)
         self._after_closure(model, optimizer)
-        if not steps:
+        if not has_gradients:
             return None
-        output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return output
+        return step_and_update(self.scaler, optimizer, **kwargs)
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip unscaled gradients, of fused optimizers too, by the norm over all ranks.
+        """Clip unscaled gradients, also of fused optimizers, by the norm over all ranks.
 
-        In manual optimization too, where ``self.clip_gradients`` comes before ``step``.
+        Manual optimization calls ``self.clip_gradients`` before ``step``.
         """
         if clip_val <= 0:
             _plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
         elif gradient_clip_algorithm == "value":
-            unscale_once(self.scaler, optimizer)
+            ensure_unscaled(self.scaler, optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
         else:
             self.scaler.clip_grad_norm_(unwrap_optimizer(optimizer), clip_val)
@@ -95,155 +104,186 @@ class _Stepped(_plugins.Precision):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:  # Lightning's own plugins have none where they scale nothing
+        # Lightning's plugins without a loss scale save an empty state.
+        if state_dict:
             self.scaler.load_state_dict(state_dict)
 
 
-class Precision(PlainMixin, _Stepped):
-    """Lightning's ``Precision``, ``"32-true"``, whose ranks step or skip together.
+class Precision(FullPrecisionMixin, _StepMixin):
+    """Lightning's ``Precision``, ``"32-true"``, with ranks that step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """
 
 
-class HalfPrecision(PlainMixin, _Stepped, _plugins.HalfPrecision):
-    """Lightning's ``HalfPrecision``, ``"bf16-true"``, whose ranks step or skip together.
+class HalfPrecision(FullPrecisionMixin, _StepMixin, _plugins.HalfPrecision):
+    """Lightning's ``HalfPrecision``, ``"bf16-true"``, with ranks that step or skip together.
 
     Source: Lightning's documentation of precision plugins.
     """
 
 
-class MixedPrecision(MixedMixin, _Stepped, _plugins.MixedPrecision):
-    """Lightning's ``MixedPrecision``, whose ranks step or skip together.
+class MixedPrecision(MixedPrecisionMixin, _StepMixin, _plugins.MixedPrecision):
+    """Lightning's ``MixedPrecision``, with ranks that step or skip together.
 
-    For one device, DDP and ModelParallelStrategy: ``Trainer(plugins=MixedPrecision("bf16-mixed",
-    "cuda"))``, without ``precision=``. Unlike Lightning's, at ``"16-mixed"`` it clips with fused
-    optimizers and computes in float16 on a CPU. Checkpoints are Lightning's: each loads the
-    other's.
+    The plugin is for one device, DDP and ModelParallelStrategy. Pass it as
+    ``Trainer(plugins=MixedPrecision("bf16-mixed", "cuda"))``, without ``precision=``. Unlike
+    Lightning's plugin, at ``"16-mixed"`` it clips the gradients of fused optimizers and computes in
+    float16 on a CPU. Checkpoints are compatible with Lightning's plugin in both directions.
 
     Source: Lightning's documentation of precision plugins.
     """
 
 
-class FSDPPrecision(ShardedMixin, _Stepped, _plugins.FSDPPrecision):
-    """Lightning's ``FSDPPrecision``, whose ranks step or skip together.
+class FSDPPrecision(FSDPPrecisionMixin, _StepMixin, _plugins.FSDPPrecision):
+    """Lightning's ``FSDPPrecision``, with ranks that step or skip together.
 
-    For FSDPStrategy: ``Trainer(strategy="fsdp", plugins=FSDPPrecision("bf16-mixed"))``. Unlike
-    Lightning's it clips by the norm, and at ``"16-mixed"`` takes a scaler and steps fused
-    optimizers.
+    The plugin is for FSDPStrategy. Pass it as
+    ``Trainer(strategy="fsdp", plugins=FSDPPrecision("bf16-mixed"))``. Unlike Lightning's plugin, it
+    clips by the norm, and at ``"16-mixed"`` it accepts a scaler and steps fused optimizers.
 
     Source: Lightning's documentation of precision plugins.
     """
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip each rank's part of the gradients: the same as clipping the whole."""
-        torch.nn.utils.clip_grad_value_(list(self.main_params(optimizer)), clip_value=clip_val)
+        """Clip the gradient shards of this rank by value, which clips the whole gradients."""
+        params = list(self.main_params(optimizer))
+        torch.nn.utils.clip_grad_value_(params, clip_value=clip_val)
+
+
+# -- callbacks -------------------------------------------------------------------------------------
 
 
 class SkippedSteps(_Callback):
-    """Keep learning rates and ``trainer.global_step`` from moving on steps that were skipped.
+    """Keep learning rates and ``trainer.global_step`` unchanged on skipped steps.
 
-    Lightning moves both on every step, taken or not. What depends on ``global_step``
-    (``max_steps``, ``ModelCheckpoint(every_n_train_steps=)``) then counts steps that were taken.
-    ``skipped_steps``, and ``loss_scale`` if there is one, go to the progress bar and the loggers,
-    every ``log_every_n_steps``. With a fused optimizer on an accelerator this waits for the device
-    once each step, as the host has to know.
+    Lightning advances both on every step, taken or skipped. With this callback, ``max_steps``,
+    ``ModelCheckpoint(every_n_train_steps=)`` and everything else that depends on ``global_step``
+    count the steps that were taken. The callback logs ``skipped_steps``, and ``loss_scale`` if
+    losses are scaled, every ``log_every_n_steps``, to the progress bar and the loggers. With a
+    fused optimizer on an accelerator it waits for the device once a step, because the host must
+    know whether the step was taken.
 
     Raises:
-        ConfigError: At the start of training, if the Trainer's steps are not distamp's.
+        ConfigError: At the start of training, if the Trainer has no precision plugin of distamp's.
     """
 
     def __init__(self) -> None:
-        self._seen = 0
+        self._last_count = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        stepper = _stepper_of(trainer)
-        self._seen = skipped_steps(stepper, trainer.optimizers)
-        # An attribute of the module, until training ends, in front of the hook it overrides.
-        pl_module.lr_scheduler_step = _StepsWithOptimizer(trainer, pl_module, stepper)
+        scaler = _scaler_of(trainer)
+        self._last_count = skipped_steps(scaler, trainer.optimizers)
+        # An instance attribute hides the module's method until training ends.
+        pl_module.lr_scheduler_step = _SchedulerGate(trainer, pl_module, scaler)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        vars(pl_module).pop("lr_scheduler_step", None)
+        _remove_scheduler_gate(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        vars(pl_module).pop("lr_scheduler_step", None)
+        _remove_scheduler_gate(pl_module)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepper = _stepper_of(trainer)
-        skipped = skipped_steps(stepper, trainer.optimizers)
-        loop = trainer.fit_loop.epoch_loop
+        scaler = _scaler_of(trainer)
+        count = skipped_steps(scaler, trainer.optimizers)
+        _subtract_steps(trainer, pl_module, count - self._last_count)
+        self._last_count = count
+        log_interval = max(1, trainer.log_every_n_steps)
+        if (batch_idx + 1) % log_interval == 0:
+            if is_loss_scaler(scaler):
+                pl_module.log("loss_scale", scaler.get_scale(), prog_bar=True, batch_size=1)
+            pl_module.log("skipped_steps", float(count), prog_bar=True, batch_size=1)
+
+
+def _subtract_steps(trainer: Any, pl_module: Any, count: int) -> None:
+    """Subtract skipped steps from the counters that ``trainer.global_step`` reads."""
+    loop = trainer.fit_loop.epoch_loop
+    if pl_module.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
         progress = loop.manual_optimization.optim_step_progress
-        if pl_module.automatic_optimization:
-            progress = loop.automatic_optimization.optim_progress.optimizer.step
-        for tracker in (progress.total, progress.current):
-            tracker.increment_by(self._seen - skipped)
-        self._seen = skipped
-        if (batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0:
-            if scales(stepper):
-                pl_module.log("loss_scale", stepper.get_scale(), prog_bar=True, batch_size=1)
-            pl_module.log("skipped_steps", float(skipped), prog_bar=True, batch_size=1)
+    progress.total.increment_by(-count)
+    progress.current.increment_by(-count)
 
 
-def _stepper_of(trainer: Any) -> Stepper:
-    """Return what takes the steps of the Trainer's precision plugin.
+def _remove_scheduler_gate(pl_module: Any) -> None:
+    vars(pl_module).pop("lr_scheduler_step", None)
+
+
+def _scaler_of(trainer: Any) -> DistGradScaler | StepGuard:
+    """Return the scaler or guard of the Trainer's precision plugin.
 
     Raises:
-        ConfigError: It is not ours.
+        ConfigError: The plugin is not one of distamp's.
     """
     plugin = trainer.precision_plugin
-    stepper = getattr(plugin, "scaler", None)
-    if not isinstance(stepper, Stepper):
-        raise ConfigError(
-            f"the Trainer's steps are those of {type(plugin).__module__}.{type(plugin).__name__}, "
-            "which does not report skipped steps; pass plugins= a plugin of "
-            "distamp.integrations.lightning: Precision(), HalfPrecision('bf16-true'), "
-            "MixedPrecision(...) or FSDPPrecision(...)"
-        )
-    return stepper
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, DistGradScaler | StepGuard):
+        return scaler
+    plugin_type = type(plugin)
+    raise ConfigError(
+        f"The Trainer has the precision plugin {plugin_type.__module__}.{plugin_type.__name__}, "
+        "which does not report skipped steps. Pass a plugin of distamp.integrations.lightning as "
+        "plugins=: Precision(), HalfPrecision('bf16-true'), MixedPrecision(...) or "
+        "FSDPPrecision(...)."
+    )
 
 
-class _StepsWithOptimizer:
-    """``LightningModule.lr_scheduler_step``, left out where the schedule's optimizer skipped."""
+class _SchedulerGate:
+    """A module's ``lr_scheduler_step``, called only if the scheduler's optimizer has stepped.
 
-    def __init__(self, trainer: Any, pl_module: Any, stepper: Stepper) -> None:
-        self._trainer, self._stepper = trainer, stepper
-        self._step = pl_module.lr_scheduler_step
+    A scheduler that advances once an epoch advances in any case.
+    """
+
+    def __init__(self, trainer: Any, pl_module: Any, scaler: Scaler) -> None:
+        self._trainer = trainer
+        self._scaler = scaler
+        self._lr_scheduler_step = pl_module.lr_scheduler_step
 
     def __reduce__(self) -> Any:
-        """Be the module's own hook in its copies, which have no Trainer."""
-        return self._step.__reduce__()
+        """Copy the module's own method, because a copied module has no Trainer."""
+        return self._lr_scheduler_step.__reduce__()
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
-        configs = [c for c in self._trainer.lr_scheduler_configs if c.scheduler is scheduler]
-        by_step = any(config.interval == "step" for config in configs)
+        if not self._waits_for_step(scheduler):
+            self._lr_scheduler_step(scheduler, metric)
+
+    def _waits_for_step(self, scheduler: Any) -> bool:
+        """Return whether the scheduler advances with an optimizer that has just skipped a step."""
         optimizer = getattr(scheduler, "optimizer", None)
-        if not (by_step and optimizer is not None and was_skipped(self._stepper, optimizer)):
-            self._step(scheduler, metric)
+        if optimizer is None:
+            return False
+        for config in self._trainer.lr_scheduler_configs:
+            if config.scheduler is scheduler and config.interval == "step":
+                return was_skipped(self._scaler, optimizer)
+        return False
 
 
 class CommHook(_Callback):
-    """Average gradients through a wire format, and tell the hook of the loss scale and of skips.
+    """Average gradients in a communication format, with a hook that follows the loss scale.
 
-    ``DDPStrategy(ddp_comm_hook=)`` is ignored by Lightning on a CPU and knows no scaler. Knows DDP,
-    FSDP and ModelParallel strategies; does nothing on one device.
+    Lightning ignores ``DDPStrategy(ddp_comm_hook=)`` on a CPU, and connects no scaler to that hook.
+    The callback works with the strategies DDP, FSDP and ModelParallel, and does nothing on one
+    device.
 
     Args:
-        format: Communication format that `distamp.comm_hooks.register_comm_hook` takes: ``"fp16"``,
+        format: Communication format of `distamp.comm_hooks.register_comm_hook`: ``"fp16"``,
             ``"bf16"`` or ``"int8"``.
 
     Attributes:
-        state: What ``register_comm_hook`` returned, with its ``stats()``; None before training.
+        state: The result of ``register_comm_hook``, with its ``stats()``; None before training.
 
     Raises:
-        ValueError: There is no such format; at the start of training, where it does not fit.
+        ValueError: The format does not exist, or at the start of training, it does not fit the
+            model.
     """
 
     state: comm_hooks.CommHook | None
 
     def __init__(self, format: str = "fp16") -> None:
-        check_wire(format)
+        validate_format(format)
         self._format = format
         self.state = None
 
@@ -251,6 +291,6 @@ class CommHook(_Callback):
         if trainer.world_size == 1:
             return
         self.state = comm_hooks.register_comm_hook(trainer.strategy.model, self._format)
-        stepper = getattr(trainer.precision_plugin, "scaler", None)
-        if isinstance(stepper, Stepper):
-            stepper.attach_comm_hook(self.state)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if isinstance(scaler, DistGradScaler | StepGuard):
+            scaler.attach_comm_hook(self.state)
