@@ -49,7 +49,7 @@ class DistTrainerMixin(_NextTrainer):
             if defines_method and not issubclass(base, DistTrainerMixin):
                 raise TypeError(
                     f"{cls.__name__} has {base.__name__} before DistTrainerMixin, so the methods "
-                    f"of {base.__name__} hide the mixin's. Write class "
+                    f"of {base.__name__} hide the mixin's. Instead, write class "
                     f"{cls.__name__}(DistTrainerMixin, {base.__name__})."
                 )
 
