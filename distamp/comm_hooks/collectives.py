@@ -494,9 +494,7 @@ class CompressedCollectives:
         """
         format = layout.format
         (block_slice,) = layout.slices
-        self._stats.exchanges += 1
-        self._stats.bytes_sent[format.name] += layout.sent_bytes
-        self._stats.bytes_uncompressed += layout.ring_bytes
+        self._count(format.name, layout)
 
         def job(slot: CommSlot) -> Tensor:
             buffers = self._buffers(slot, block_slice, self._size, values.dtype)
@@ -545,9 +543,7 @@ class CompressedCollectives:
             residuals: The error of the shards that this rank sends.
         """
         format = layout.format
-        self._stats.exchanges += 1
-        self._stats.bytes_sent[format.name] += layout.sent_bytes
-        self._stats.bytes_uncompressed += layout.ring_bytes
+        self._count(format.name, layout)
 
         def job(block_slice: BlockSlice, slot: CommSlot) -> Tensor:
             buffers = self._buffers(slot, block_slice, self._num_hosts, input.dtype)
@@ -588,9 +584,7 @@ class CompressedCollectives:
         format = layout.format
         (block_slice,) = layout.slices
         index = layout.uncompressed_index
-        self._stats.exchanges += 1
-        self._stats.bytes_sent[f"{format.name} weights"] += layout.sent_bytes
-        self._stats.bytes_uncompressed += layout.ring_bytes
+        self._count(f"{format.name} weights", layout)
 
         def job(slot: CommSlot) -> Tensor:
             rows = slot.buffer("received", (self._size, block_slice.row_bytes))
@@ -614,6 +608,12 @@ class CompressedCollectives:
             return output
 
         self.transport.submit(job, [output, input]).wait()
+
+    def _count(self, label: str, layout: CommLayout) -> None:
+        """Count a collective and its bytes."""
+        self._stats.exchanges += 1
+        self._stats.bytes_sent[label] += layout.sent_bytes
+        self._stats.bytes_uncompressed += layout.ring_bytes
 
     # -- the steps of a job ----------------------------------------------------------------------
     # `memory` is fp32 memory for the blocks of one chunk.
