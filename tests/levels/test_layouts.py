@@ -169,11 +169,21 @@ def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
 
 @on_ranks(2)
 def test_passes_that_ddps_own_no_sync_does_not_reduce_may_be_two():
-    amp, (context, following) = made_in("DDP", "fp16"), next(batches(1))
+    """The gradients of both passes add up on each rank. The ranks have different rows."""
+    amp = made_in("DDP", "fp16")
+    context, following = share(next(batches(1)), "DDP")
+    params = list(amp.model.parameters())
+    scale = amp.scaler.get_scale()
     with amp.model.no_sync():  # type: ignore[operator]
         logits = amp.model(context)
-        amp.backward(loss_of(logits, following), retain_graph=True)
-        amp.backward(logits.float().square().mean())
+        loss = loss_of(logits, following)
+        penalty = logits.float().square().mean()
+        loss_grads = torch.autograd.grad(scale * loss, params, retain_graph=True)
+        penalty_grads = torch.autograd.grad(scale * penalty, params, retain_graph=True)
+        amp.backward(loss, retain_graph=True)
+        amp.backward(penalty)
+    for param, grad, penalty_grad in zip(params, loss_grads, penalty_grads, strict=True):
+        torch.testing.assert_close(param.grad, grad + penalty_grad)
 
 
 LEVELS = ("fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", "bf16-O3")
