@@ -69,7 +69,7 @@ def compressed_hook(hook: CommHook, bucket: dist.GradBucket) -> Future[Tensor]:
     if isinstance(argument, tuple):
         raise RuntimeError(
             "torch.compile's Python reducer has no buckets for a communication hook: leave "
-            "torch._dynamo.config.optimize_ddp as it is, or register no hook"
+            "torch._dynamo.config.optimize_ddp at its default, or register no hook"
         )
     values = bucket.buffer()
     if values.is_sparse:

@@ -2,7 +2,7 @@
 
 They use torch's public hook points: ``set_custom_all_gather``, ``set_custom_reduce_scatter`` and
 ``set_all_reduce_hook``, which runs after the reduce-scatter. If torch would average replicas
-itself, the unit is told that it has shards alone. `registration` imports this file when it needs
+itself, the unit is set to have shards alone. `registration` imports this file when it needs
 it, because torch's FSDP takes a second to import.
 """
 
@@ -171,7 +171,7 @@ class CompressedAllGather(_Allocator):
         """Gather, as ``torch.distributed.all_gather_single`` would, and return when it is done."""
         compression = self._prepare(input_tensor, group)
         if isinstance(compression, str):
-            self._hook.counts.fallbacks[f"weights gathered as they are: {compression}"] += 1
+            self._hook.counts.fallbacks[f"weights gathered uncompressed: {compression}"] += 1
             return torch_private.all_gather_single(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )

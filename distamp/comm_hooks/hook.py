@@ -27,9 +27,7 @@ __all__ = ["CommHook", "Compression", "real_numel", "shared_hook"]
 # Reasons for which gradients or weights are sent uncompressed.
 _UNEVEN_HOSTS = "hosts have different numbers of ranks"
 _NOT_SMALLER = "too few elements, or too narrow ones, to be fewer bytes in blocks"
-_PARTLY_USED = (
-    "FSDP2 left out parameters of a module that were not used, and error feedback cannot tell which"
-)
+_PARTLY_USED = "FSDP2 left out parameters of a module that were not used, and does not report which"
 
 
 def real_numel(param: Tensor) -> int:
@@ -389,7 +387,7 @@ class CommHook(AbstractContextManager["CommHook"]):
         output.copy_(total)
 
     def _count_uncompressed(self, reason: str) -> None:
-        self.counts.fallbacks[f"gradients reduced as they are: {reason}"] += 1
+        self.counts.fallbacks[f"gradients reduced uncompressed: {reason}"] += 1
 
 
 # The hooks of drop-in functions, which get a process group or None as torch's do.

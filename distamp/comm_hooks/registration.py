@@ -33,44 +33,43 @@ def register_comm_hook(
     ranks_per_host: int | None = None,
     param_format: str | None = None,
 ) -> CommHook:
-    """Average the gradients of a wrapped model through a wire format.
+    """Send the gradients of a wrapped model in a format of fewer bytes, and add them up in fp32.
 
     Collective: every rank of the model's groups must call this. Call it between any two backward
     passes.
 
-    Unlike ``model.register_comm_hook``, it works for each wrapper, and checks that format and
-    gradients fit. Under ``Join``, ``divide_by_initial_world_size=False`` has no effect, as with
-    torch's hooks.
+    Unlike ``model.register_comm_hook``, it accepts each kind of wrapper, and checks that the format
+    has fewer bytes than the gradients. Under ``Join``, ``divide_by_initial_world_size=False`` has
+    no effect, as with torch's hooks.
 
     Args:
         model: DistributedDataParallel, the outermost FullyShardedDataParallel, or a module that
             contains modules to which ``fully_shard`` was applied; compiled or not.
         format: ``"fp16"``, ``"bf16"``; under DDP and FSDP2 also ``"int8"``, with error feedback.
-            The benchmark ``benchmarks/link.py`` times them on a job's own ranks and hosts.
-        replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard, to
-            average between them in the wire format too. A two-dimensional mesh has its own.
-        ranks_per_host: How many neighbours in the group are on one host, where gradients travel in
-            their own dtype; 1 compresses between all ranks, for hosts whose GPUs are joined by
-            nothing faster than the network. None asks every rank for its host. Where hosts have
-            different numbers of ranks the hook is left off; the logger and ``stats()`` say so.
-        param_format: Under FSDP2, a format in which weights are gathered, too: ``"int8"`` or
-            ``"bf16"``. All ranks compute with what was sent; the shards that are stepped stay
-            exact.
+            The benchmark ``benchmarks/link.py`` times the formats on the ranks and hosts of a job.
+        replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard. Their
+            gradients are averaged in the format, too. A two-dimensional mesh has its own replicas.
+        ranks_per_host: The number of neighbouring ranks of the group on one host, between which
+            gradients are sent in their own dtype. The value 1 compresses between all ranks, for
+            hosts whose GPUs have no faster link than the network. None gathers the host of every
+            rank. If hosts have different numbers of ranks, the hook is left off, and the logger and
+            ``stats()`` contain the reason.
+        param_format: Under FSDP2, a format in which weights are gathered, too, such as ``"int8"``.
+            All ranks compute with the decoded weights. The shards that are stepped stay exact.
 
     Returns:
-        The state of the hook: it has ``stats()``, and is the argument of
-            ``DistGradScaler.attach_comm_hook``.
+        The hook, with its ``stats()``. Pass it to ``attach_comm_hook`` of the scaler or guard.
 
     Raises:
-        ValueError: The format is unknown; FSDP2 has a hook already; replicas hold another
-            shard; the format is no narrower than gradients; the group is not so many hosts.
+        ValueError: The format is unknown, or has as many bytes as the gradients; FSDP2 has a hook
+            already; replicas hold another shard; ``ranks_per_host`` does not divide a group.
         RuntimeError: A DDP or FSDP1 model has a hook of `register_comm_hook` already.
         RuntimeError, AssertionError: torch's own, of a DDP or FSDP1 model that takes no hook.
-        TypeError: The model is none of these wrappers, or replicas are no ProcessGroup (a
+        TypeError: The model is none of these wrappers, or ``replicas`` is no ProcessGroup (a
             DeviceMesh, for example).
-        RankMismatchError: A rank registers another format, has another model, or raises one of the
-            errors above; raised on all other ranks. But a rank whose model is none of these
-            wrappers knows no group to tell: the others wait until their group's timeout.
+        RankMismatchError: Another rank registers another format, has another model, or raises one
+            of the errors above. A rank whose model is none of these wrappers has no group, so the
+            other ranks wait until the timeout of their group.
     """
     adapter, is_fsdp2 = _adapter_for(model, replicas, param_format is not None)
     failure: Exception | None = None

@@ -62,7 +62,7 @@ class HookStats:
             )
             parts.append(f"waited {self.seconds_waiting:.2f} s; {self.levels}")
         elif not self.left_off:
-            parts.append("no gradient was sent in a wire format")
+            parts.append("no gradient was sent in a compressed format")
         for reason, count in self.fallbacks.items():
             parts.append(f"{count} x {reason}")
         return "; ".join(parts)

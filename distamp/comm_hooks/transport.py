@@ -1,4 +1,4 @@
-"""Messages between ranks, in two slots that run beside the backward pass.
+"""Messages between ranks, in two slots that run during the backward pass.
 
 While the bucket of one slot is on the network, the bucket of the other slot is encoded. On a CPU
 each slot has a thread, and messages go through a gloo backend. On a GPU each slot is a stream of

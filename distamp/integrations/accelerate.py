@@ -56,7 +56,7 @@ def prepare(
 
     Call it before or after ``accelerator.prepare`` (in fp16 on a CPU: before), on every rank. With
     ``mixed_precision="fp16"`` the accelerator's scaler becomes a `DistGradScaler`, also on a CPU,
-    where Accelerate makes no scaler. With ``"bf16"`` and ``"no"`` it becomes a `StepGuard`.
+    for which Accelerate makes no scaler. With ``"bf16"`` and ``"no"`` it becomes a `StepGuard`.
     Everything else works as before, except that:
 
     - ``accelerator.optimizer_step_was_skipped`` is right for fused optimizers too, and waits for

@@ -81,7 +81,7 @@ def test_sparse_gradients_are_passed_by():
     assert mine.is_sparse
     assert torch.equal(mine.to_dense(), sparse.to_dense())
     assert relative(mine_dense, dense) <= BOUNDS["fp16"]
-    assert state.stats().fallbacks == {"gradients reduced as they are: sparse": 1}
+    assert state.stats().fallbacks == {"gradients reduced uncompressed: sparse": 1}
 
 
 @on_ranks(2)
@@ -149,7 +149,7 @@ def test_gradients_of_two_bytes_are_sent_in_two_bytes(dtype, bound):
     own = comm_hooks.CommHook("fp16")
     assert _beside(comm_hooks.fp16_compress_hook, own, dtype) <= bound
     (why,) = own.stats().fallbacks
-    assert why == f"gradients reduced as they are: {str(dtype)[6:]} is no wider than fp16"
+    assert why == f"gradients reduced uncompressed: {str(dtype)[6:]} is no wider than fp16"
 
 
 # -- nothing hangs, nothing is left ----------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_weights_of_several_dtypes_are_gathered_as_they_are_and_counted():
     layers = fully_shard(nn.Sequential(nn.Linear(64, 64), half))
     state = register_comm_hook(layers, "fp16", param_format="int8")
     layers.unshard()
-    assert "1 x weights gathered as they are: of several dtypes" in str(state.stats())
+    assert "1 x weights gathered uncompressed: of several dtypes" in str(state.stats())
 
 
 @on_ranks(2)

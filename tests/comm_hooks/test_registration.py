@@ -127,7 +127,7 @@ def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(opt
     x = inputs(0, 64)
     for each in (model, plain):
         each(x).square().sum().backward()
-    # Any wire format would have rounded the gradients of the first layer.
+    # The blocks of any format would have rounded the gradients of the first layer.
     assert torch.equal(full_gradients(model), full_gradients(plain))
 
 

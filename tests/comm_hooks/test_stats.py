@@ -29,11 +29,11 @@ def test_a_value_that_reads_as_a_line():
         "waited 1.23 s; two levels: 2 hosts of 4 ranks; "
         "4 x sparse gradient all-reduced as it is"
     )
-    assert str(HookStats()) == "no gradient was sent in a wire format"
+    assert str(HookStats()) == "no gradient was sent in a compressed format"
     line = str(HookStats(left_off="hosts have from 1 to 3 ranks"))
     assert line == "the hook was left off: hosts have from 1 to 3 ranks"
     line = str(HookStats(fallbacks=Counter({"other way": 2})))
-    assert line == "no gradient was sent in a wire format; 2 x other way"
+    assert line == "no gradient was sent in a compressed format; 2 x other way"
 
 
 def sent(numel: int, wire: str, ranks_per_host: int) -> HookStats:
