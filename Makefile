@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): once, and torch is large, so this takes minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fp8,fairscale,tensorboard,report,test,lint,docs]"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fp8,spmd,fairscale,tensorboard,report,test,lint,docs]"
 	@command -v spin > /dev/null || echo "Without SPIN (apt-get install spin) the protocol's models are not checked; ranks follow stored walks"
 	@command -v $${CXX:-c++} > /dev/null || echo "Without a C++ compiler the tests on a simulated accelerator are skipped"
 	@touch $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -62,8 +63,10 @@ _EPSILON = 1e-6
 #: How a gradient counts: as a part of the model, as a copy that each rank has, and as a part of
 #: which several ranks may have the same copy.
 _SHARD, _REPLICA, _AMBIGUOUS = range(3)
-#: Attributes by which Megatron and FSDP1 mark a parameter.
-_LAYOUT_ATTRS = frozenset(("shared", "tensor_model_parallel", "_fsdp_flattened"))
+#: The attribute in which spmd_types keeps the annotation of a tensor.
+_SPMD_ATTR = "_local_type"
+#: Attributes by which Megatron, FSDP1 and spmd_types mark a parameter.
+_LAYOUT_ATTRS = frozenset(("shared", "tensor_model_parallel", "_fsdp_flattened", _SPMD_ATTR))
 _attributes = operator.attrgetter("__dict__")
 
 
@@ -606,7 +609,7 @@ def local_norm(
 
 
 def _has_layout_attr(grads: LocalGrads) -> bool:
-    """Return whether a parameter has an attribute of Megatron or FSDP1; the loops run in C."""
+    """Return whether a parameter has an attribute of `_LAYOUT_ATTRS`; the loops run in C."""
     attributes = map(_attributes, grads.params)
     return not _LAYOUT_ATTRS.isdisjoint(itertools.chain.from_iterable(attributes))
 
@@ -659,9 +662,28 @@ def _norm_weight(
         return kind, weight, is_summand
     if is_zero_sharded or getattr(param, "tensor_model_parallel", None) is True:
         return _SHARD, 1.0, is_summand
+    num_shards = _annotated_shards(param)
+    if num_shards > 1:
+        return _SHARD, num_shards / ranks, is_summand
     if getattr(param, "_fsdp_flattened", False):
         return (_SHARD if ranks == 1 else _AMBIGUOUS), 1.0, is_summand
     return _REPLICA, 1.0, is_summand
+
+
+def _annotated_shards(param: Tensor) -> int:
+    """Return the number of different parts of a parameter by its annotation of spmd_types.
+
+    An annotation has a type for each axis of a mesh. A parameter of the type V (varying) has
+    another part on each rank of the axis, and with another type it has copies.
+    """
+    spmd_types = sys.modules.get("spmd_types")
+    if spmd_types is None or _SPMD_ATTR not in vars(param):
+        return 1
+    num_shards = 1
+    for axis, spmd_type in spmd_types.get_local_type(param).items():
+        if spmd_type is spmd_types.V:
+            num_shards *= axis.size()
+    return num_shards
 
 
 def _placement_weight(grad: Any, ranks: int) -> tuple[int, float, bool]:

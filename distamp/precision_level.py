@@ -13,6 +13,7 @@ import torch
 
 from distamp.error_text import choices_text, similar_names
 from distamp.errors import ConfigError
+from distamp.linear_recipe import LINEAR_RECIPES
 from distamp.module_names import module_names
 
 __all__ = ["APEX_NAMES", "LEVELS", "LevelLike", "PrecisionLevel"]
@@ -51,8 +52,9 @@ class PrecisionLevel:
         pins: Modules in a precision of their own, as pairs of a shell pattern over module names
             and a precision that `distamp.set_module_precision` accepts by name. If several patterns
             match a module, the last counts.
-        float8: The scaling of linear layers that compute in float8; None if no layer does.
-        float8_all_gather: Whether FSDP2 gathers the weights of such layers in float8.
+        linear_recipe: The name of the `LinearRecipe` by which linear layers compute, such as
+            ``"float8"``; None if they compute as the rest of the model.
+        float8_all_gather: True if FSDP2 gathers the weights of the recipe's layers in float8.
 
     Raises:
         ConfigError: A setting is unknown, or contradicts another setting.
@@ -70,7 +72,7 @@ class PrecisionLevel:
     master_weights: bool | Literal["split"] | None
     loss_scale: float | Literal["dynamic"]
     pins: tuple[tuple[str, str], ...] = ()
-    float8: Literal["tensorwise", "rowwise"] | None = None
+    linear_recipe: str | None = None
     float8_all_gather: bool = False
 
     @property
@@ -86,7 +88,7 @@ class PrecisionLevel:
     @property
     def changes_model(self) -> bool:
         """True if the model itself is changed, before any wrapper."""
-        return self.casts_model or self.float8 is not None
+        return self.casts_model or self.linear_recipe is not None
 
     @property
     def scales(self) -> bool:
@@ -105,7 +107,7 @@ class PrecisionLevel:
         # Split masters need half-precision parameters, so they contradict no level here.
         if self.master_weights != "split":
             self._check_option("master_weights", self.master_weights, contradiction=True)
-        self._check_float8()
+        self._check_linear_recipe()
         self._check_loss_scale()
         self._check_pins()
 
@@ -154,20 +156,21 @@ class PrecisionLevel:
                 "already. Leave it out, or use fp16-O2 or fp16-O3, which cast the model."
             )
 
-    def _check_float8(self) -> None:
-        if self.float8 is not None:
-            is_known = self.float8 in ("tensorwise", "rowwise")
+    def _check_linear_recipe(self) -> None:
+        recipe = None
+        if self.linear_recipe is not None:
+            recipe = LINEAR_RECIPES.get(self.linear_recipe)
             is_bf16_region = self.autocasts and self.compute is torch.bfloat16
-            if not is_known or not is_bf16_region:
+            if recipe is None or not is_bf16_region:
                 raise ConfigError(
-                    f"float8={self.float8!r} is not possible at {self.name}. float8 must be "
-                    "'tensorwise' or 'rowwise', in a region of bfloat16 over float32 parameters. "
-                    "Use fp8 or fp8-rowwise."
+                    f"linear_recipe={self.linear_recipe!r} is not possible at {self.name}. A "
+                    f"recipe must be one of {choices_text(LINEAR_RECIPES)}, in a region of "
+                    "bfloat16 over float32 parameters. Use fp8 or fp8-rowwise."
                 )
-        if self.float8_all_gather and self.float8 != "tensorwise":
+        if self.float8_all_gather and (recipe is None or not recipe.gathers_narrow):
             raise ConfigError(
                 "float8_all_gather=True gathers shards with one scale for each weight, so it needs "
-                f"float8='tensorwise', not {self.float8!r}. Use fp8."
+                f"linear_recipe='float8', not {self.linear_recipe!r}. Use fp8."
             )
 
     def _check_loss_scale(self) -> None:
@@ -264,8 +267,11 @@ class PrecisionLevel:
             parameters = param
 
         computed: object = compute
-        if self.float8 is not None:
-            computed = (compute, "fp8")
+        narrow_dtypes: tuple[str, ...] = ()
+        if self.linear_recipe is not None:
+            recipe = LINEAR_RECIPES[self.linear_recipe]
+            narrow_dtypes = recipe.dtype_names
+            computed = (compute, *narrow_dtypes)
 
         stepped: object = "fp32"
         if self.casts_model and not self.master_weights:
@@ -279,14 +285,13 @@ class PrecisionLevel:
         if self.autocasts or has_other_dtypes:
             gathered = fp32_or_compute
         if self.float8_all_gather:
-            gathered = (*fp32_or_compute, "fp8")
+            gathered = (*fp32_or_compute, *narrow_dtypes)
 
         sent: object = compute
         if self.autocasts:
             sent = fp32_or_compute
-        if self.float8 == "rowwise":
-            # torchao sends the scales of rows in float64.
-            sent = (*fp32_or_compute, "fp64")
+        if self.linear_recipe is not None:
+            sent = (*fp32_or_compute, *recipe.message_dtype_names)
 
         reduced: object = (_DTYPE_NAMES[self.reduce],)
         if self.casts_model:
@@ -426,7 +431,7 @@ def _parse_loss_scale(value: object) -> object:
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DYNAMIC: Literal["dynamic"] = "dynamic"
 
-#          level      param  compute reduce output  batch norm, masters, loss scale
+#          level      param  compute reduce output  batch norm, masters, loss scale, pins, recipe
 _ROWS = (
     PrecisionLevel("fp32", _F32, _F32, _F32, _F32, None, False, 1.0),
     PrecisionLevel("fp16", _F32, _F16, _F32, None, None, None, _DYNAMIC),
@@ -435,8 +440,8 @@ _ROWS = (
     PrecisionLevel("bf16", _F32, _BF16, _F32, None, None, None, 1.0),
     PrecisionLevel("bf16-O2", _BF16, _BF16, _BF16, _F32, True, True, 1.0),
     PrecisionLevel("bf16-O3", _BF16, _BF16, _BF16, _F32, False, False, 1.0),
-    PrecisionLevel("fp8", _F32, _BF16, _F32, None, None, None, 1.0, float8="tensorwise"),
-    PrecisionLevel("fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, float8="rowwise"),
+    PrecisionLevel("fp8", _F32, _BF16, _F32, None, None, None, 1.0, (), "float8"),
+    PrecisionLevel("fp8-rowwise", _F32, _BF16, _F32, None, None, None, 1.0, (), "float8-rowwise"),
 )
 
 #: Every level by name.

@@ -22,13 +22,22 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
 # Each room and the rooms it may import. Rooms beside each other never meet but below.
-FOUNDATION = {"callers", "error_text", "errors", "module_names", "observers", "precision_level"}
+FOUNDATION = {
+    "callers",
+    "error_text",
+    "errors",
+    "linear_recipe",
+    "module_names",
+    "observers",
+    "precision_level",
+}
 GRADIENTS = {"device_utils", "fsdp_params", "fsdp_unit", "grads", "optim_utils"}
 ROOMS: dict[str, set[str]] = {
     "error_text": set(),
     "errors": set(),
     "module_names": set(),
-    "precision_level": {"error_text", "errors", "module_names"},
+    "linear_recipe": set(),
+    "precision_level": {"error_text", "errors", "linear_recipe", "module_names"},
     "observers": set(),
     "callers": set(),
     # Gradients, from parameters to local tensors: what a scaler and masters stand on.

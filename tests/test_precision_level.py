@@ -129,7 +129,7 @@ def test_what_o0_says_of_itself_may_be_said():
     ("level", "changed", "says"),
     [
         ("fp16-O2", {"compute": BF16}, "autocast casts from float32"),
-        ("bf16-O2", {"float8": "tensorwise"}, "Use fp8"),
+        ("bf16-O2", {"linear_recipe": "float8"}, "Use fp8"),
         ("fp8-rowwise", {"float8_all_gather": True}, "one scale for each weight"),
     ]
     + [("fp32", {f: torch.int8}, f) for f in ("param", "compute", "reduce", "output")],

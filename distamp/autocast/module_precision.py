@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distamp.autocast.compiled_backward import warn_of_module
 from distamp.autocast.region import autocast
 from distamp.error_text import choices_text, similar_names
+from distamp.linear_recipe import recipe_of
 
 __all__ = ["MODULE_PRECISIONS", "ModulePrecision", "get_module_precision", "set_module_precision"]
 
@@ -75,7 +76,7 @@ def set_module_precision(
     Raises:
         TypeError: ``module`` is not a module.
         ValueError: Another ``dtype``; or a scripted module, a module with a replaced
-            ``forward``, or a module that computes in float8.
+            ``forward``, or a module with a layer that was converted to a `LinearRecipe`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -92,12 +93,12 @@ def set_module_precision(
         _remove_precision(module)
         return module
     for submodule in module.modules():
-        name = type(submodule).__name__
-        if "Float8" in name:
+        recipe = recipe_of(submodule)
+        if recipe is not None:
             raise ValueError(
-                f"The {type(module).__name__} has a {name}, which computes in float8 whatever its "
-                "inputs are. Set the precision before the conversion, which then leaves the module "
-                "out."
+                f"The {type(module).__name__} has a {type(submodule).__name__}, which computes in "
+                f"{recipe.label} whatever its inputs are. Set the precision before the "
+                "conversion, which then leaves the module out."
             )
     if not isinstance(module, _HasPrecision):
         plain_class: Any = type(module)

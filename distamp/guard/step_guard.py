@@ -1157,7 +1157,8 @@ class StepGuardBase(Joinable):
 
         A DTensor counts by its placements, once for each mesh. FSDP's shards, the shares of
         ZeroRedundancyOptimizer and OSS, and Megatron's ``tensor_model_parallel`` are parts, and its
-        ``shared`` is a copy that another rank counts. Any other tensor counts as a replica, unless
+        ``shared`` is a copy that another rank counts. A tensor that spmd_types annotates is a part
+        over the axes on which it varies. Any other tensor counts as a replica, unless
         it is declared.
 
         Args:

@@ -1,8 +1,9 @@
-"""Amp: one object that trains a model at its level of precision; what `initialize` returns."""
+"""Amp: a model, its optimizers and its scaler at one level of precision."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,39 +15,47 @@ from distamp.autocast import autocast
 from distamp.clip_grad import LayoutFn
 from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
-from distamp.guard.step_guard import OLD_STATE_KEY, STATE_KEY, StepGuard
-from distamp.levels.casting import O2_OF
-from distamp.levels.checks import check_trained
+from distamp.guard.step_guard import StepGuard
+from distamp.levels.amp_state_dict import (
+    check_is_state,
+    load_loss_scale,
+    saved_loss_scale,
+    saved_masters,
+)
+from distamp.levels.casting import MASTER_LEVELS
+from distamp.levels.checkpoint import load_checkpoint, save_checkpoint
 from distamp.levels.flat_state import FlatState
 from distamp.levels.gradient_sync import GradientSync
-from distamp.levels.wrappers import SHARDED_DDP, name_of, recognise
+from distamp.levels.validate import check_trained
+from distamp.levels.wrappers import SHARDED_DDP, inspect_wrapper, wrapper_name
 from distamp.optim_utils import params_of, view_of
 from distamp.precision_level import PrecisionLevel
-from distamp.scaler import (
-    DistGradScaler,
-    MasterParameters,
-    StaticLossScale,
-    master_params,
-    masters_of,
-)
+from distamp.process_group import resolve_process_group
+from distamp.scaler import DistGradScaler, MasterParameters, master_params, masters_of
 
 if TYPE_CHECKING:
     from distamp.report import ContractReport
 
 __all__ = ["Amp", "StepResult"]
 
-STATE_KEYS = (STATE_KEY, OLD_STATE_KEY)
+# Answers to the arguments of Apex's ``scale_loss``, by their names.
+_SCALE_LOSS_HINTS = {
+    "loss_id": "Leave it out, because all losses share one scale",
+    "model": "Leave it out, because the guard covers every model of initialize",
+    "delay_unscale": "Leave it out, because gradients stay scaled until the clip or the step",
+    "delay_overflow_check": "Leave it out, because amp.step() checks all gradients once",
+}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Flags of the optimizers that stepped, on their device; ``bool(result)`` waits for it.
+    """The flags of one step, on the optimizers' device; ``bool(result)`` synchronises with it.
 
     Args:
-        taken: 0-d bool, whether every optimizer that has a gradient on some rank stepped, including
+        taken: 0-d bool, True if every optimizer that has a gradient on some rank stepped, including
             the optimizers of other ranks if this rank has none.
-        optimizers: Whether each optimizer stepped, in the order of the arguments. An optimizer that
-            has no gradient on any rank has not stepped, so its entry is False.
+        optimizers: For each optimizer a 0-d bool, True if it stepped, in the order of the
+            arguments. An optimizer that has no gradient on any rank has not stepped.
     """
 
     taken: Tensor
@@ -57,19 +66,18 @@ class StepResult:
 
 
 class Amp:
-    """A model, its optimizers, and the scaler and region that its level asks for.
+    """A model and its optimizers, with the scaler and the autocast region of its level.
 
     Like ``torch.amp.autocast`` and ``torch.amp.GradScaler``, combined for one level, so that the
-    training loop is the same at every level. Nothing is patched. For what this class does not
-    cover, use ``scaler`` and ``level``.
+    training loop is the same at every level. No function of torch is patched. Use ``scaler`` and
+    ``level`` for calls that this class does not have.
 
     Attributes:
         models: The given models, cast if the level requires it.
         optimizers: The given optimizers.
         level: The `PrecisionLevel`, overrides included.
         scaler: The `DistGradScaler`; a `StepGuard` if the level has no loss scale.
-        comm_hooks: The state of each model's communication hook, with its ``stats()``; empty
-            without ``comm_hook``.
+        comm_hooks: The communication hook of each model that has one, with its ``stats()``.
 
     Example::
 
@@ -84,8 +92,8 @@ class Amp:
                 schedule.step()
     """
 
-    # What survives a call, beside the arguments:
-    # _waiting: a loss was scaled since the last step, so there are gradients that can be unscaled.
+    # Private attributes that survive a call:
+    # _has_scaled_grads: whether a loss was scaled since the last step.
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class Amp:
         comm_hooks: tuple[CommHook, ...] = (),
         shard_group_fn: LayoutFn | None = None,
         idle: tuple[torch.optim.Optimizer, ...] = (),
-        unmatched: tuple[str, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.models = models
         self.optimizers = optimizers
@@ -107,15 +115,14 @@ class Amp:
         self._region = region
         self._shard_group_fn = shard_group_fn
         # A rank that trains nothing steps optimizers without gradients, so that it takes part in
-        # the messages of those that train.
-        self._stepped = optimizers or idle
-        self._unmatched = unmatched
+        # the messages of the ranks that train.
+        self._stepped_optimizers = optimizers or idle
+        self._notes = notes
         # A level that makes no masters, or leaves them to FSDP, refuses to train half precision.
-        self._refuses_half = not level.casts_model or any(
-            recognise(model).policies for model in models
-        )
+        has_policies = any(inspect_wrapper(model).policies for model in models)
+        self._refuses_half = has_policies or not level.casts_model
         self._sync = GradientSync(models)
-        self._waiting = False
+        self._has_scaled_grads = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies and pickles: scaler and masters refer to the original optimizers."""
@@ -131,8 +138,9 @@ class Amp:
 
     @property
     def masters(self) -> list[MasterParameters]:
-        """The fp32 master parameters of each optimizer that has some, which is so at fp16-O2."""
-        return list(filter(None, map(masters_of, self.optimizers)))
+        """The fp32 master parameters of each optimizer that has masters, as at fp16-O2."""
+        all_masters = [masters_of(optimizer) for optimizer in self.optimizers]
+        return [masters for masters in all_masters if masters is not None]
 
     @property
     def model(self) -> nn.Module:
@@ -153,8 +161,8 @@ class Amp:
     def autocast(self) -> autocast:
         """Return the autocast region for forward passes and losses.
 
-        It casts nothing at levels without autocast: fp32, and those that cast the model. A
-            ``torch.autocast``: a context manager and a decorator.
+        The region is a ``torch.autocast``: a context manager and a decorator. It casts nothing at
+        fp32 and at levels that cast the model.
         """
         return self._region
 
@@ -162,9 +170,9 @@ class Amp:
         """Accumulate gradients without reducing them over ranks, in a ``with`` block.
 
         As ``no_sync()`` of DDP and FSDP1 and ``set_requires_gradient_sync(False)`` of FSDP2, for
-        every model at once. It does nothing without such a wrapper. Regions nest: the end of one
-        restores the state from before it. DDP with ``static_graph=True`` is not paused before it
-        has reduced gradients once.
+        every model at once. The block has no effect without such a wrapper. Blocks nest, and the
+        end of a block restores the state from before it. DDP with ``static_graph=True`` is not
+        paused before it has reduced gradients once.
         """
         return self._sync.pause()
 
@@ -174,30 +182,30 @@ class Amp:
     ) -> Iterator[Tensor]:
         """Yield the scaled loss for one backward pass in a ``with`` block.
 
-        Apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``. Unlike Apex's
-        it leaves gradients scaled, to be added to; `clip_grad_norm_`, `master_params` and `step`
-        unscale them.
+        Apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``. Unlike Apex's,
+        the end of the block leaves gradients scaled, so that the next pass can add to them.
+        `clip_grad_norm_`, `master_params` and `step` unscale them.
 
         Args:
             loss: 0-d, preferably computed in float32.
             optimizers: Apex's argument. It has no effect, because all losses share one scale.
-            unknown: Raises TypeError. The error answers arguments of Apex.
+            unknown: Raises TypeError. For an argument of Apex, the error gives the replacement.
 
         Raises:
-            CallOrderError: Gradients were unscaled already; or DDP would not reduce this pass,
-                because its forward pass had one already.
+            CallOrderError: Gradients were unscaled already; or DDP would not reduce this backward
+                pass, because its forward pass had one already.
             TypeError: An argument does not exist.
         """
         for name in unknown:
             hint = f". {_SCALE_LOSS_HINTS[name]}" if name in _SCALE_LOSS_HINTS else ""
             raise TypeError(f"scale_loss() got an unexpected keyword argument {name!r}{hint}")
-        if any(map(self.scaler.is_unscaled, self._stepped)):
+        if any(self.scaler.is_unscaled(optimizer) for optimizer in self._stepped_optimizers):
             raise CallOrderError(
-                "a backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
-                "ones; clip after the last backward() of the iteration. After a step that raised, "
-                "call zero_grad() and scaler.update()"
+                "A backward pass after clip_grad_norm_() would add scaled gradients to unscaled "
+                "ones. Clip after the last backward() of the iteration. After a step that raised, "
+                "call zero_grad() and scaler.update()."
             )
-        self._waiting = True
+        self._has_scaled_grads = True
         with self._sync.backward_pass():
             yield self.scaler.scale(loss)
 
@@ -239,7 +247,7 @@ class Amp:
     ) -> tuple[Tensor, ...]:
         """Return gradients of a loss, for a penalty on them; ``.grad`` does not change.
 
-        Like ``torch.autograd.grad``, but the loss is scaled, so that intermediate gradients do not
+        Like ``torch.autograd.grad``, but of the scaled loss, so that intermediate gradients do not
         underflow in float16. The returned gradients are unscaled and float32.
 
         Args:
@@ -265,11 +273,11 @@ class Amp:
         is_replicated_fn: LayoutFn | None = None,
         shard_group_fn: LayoutFn | None = None,
     ) -> Tensor:
-        """Clip gradients by their norm over all optimizers, which may be sharded over the ranks.
-
-        Collective: every rank of `process_group` must call this.
+        """Clip gradients by their norm over all optimizers and over all shards.
 
         Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with unscaled gradients.
+
+        Collective: every rank of `process_group` must call this.
 
         Args:
             max_norm: The largest norm after clipping; >= 0.
@@ -281,21 +289,23 @@ class Amp:
         Returns:
             The norm before clipping: 0-d float32, the same on every rank.
         """
-        declared = self._declared(is_replicated_fn, shard_group_fn)
-        stepped = [p for optimizer in self._stepped for p in params_of(optimizer)]
-        with self._names_calls_of_amp("clip_grad_norm_"):
-            return self.scaler.clip_grad_norm_(stepped, max_norm, norm_type, **declared)
+        layout_fns = self._layout_fns(is_replicated_fn, shard_group_fn)
+        params: list[Tensor] = []
+        for optimizer in self._stepped_optimizers:
+            params.extend(params_of(optimizer))
+        with self._naming_calls_of_amp("clip_grad_norm_"):
+            return self.scaler.clip_grad_norm_(params, max_norm, norm_type, **layout_fns)
 
     def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         """Return the parameters or masters that ``optimizer`` steps, and unscale their gradients.
 
-        Collective: every rank of `process_group` must call this. It sends a
-        message only after a backward pass.
+        Collective: every rank of `process_group` must call this. It sends a message only after a
+        backward pass.
 
         Returns:
             The masters at fp16-O2, the parameters at other levels.
         """
-        if self._waiting and not self.scaler.is_unscaled(optimizer):
+        if self._has_scaled_grads and not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
         return iter(master_params(optimizer))
 
@@ -310,46 +320,53 @@ class Amp:
     ) -> StepResult:
         """Step every optimizer that did not overflow on any rank, and update the loss scale.
 
+        Like ``scaler.step(optimizer)`` for every optimizer and ``scaler.update()``, with one
+        message for all. The call does not synchronise with a device, unless the scaler does.
+
         Collective: every rank of `process_group` must call this.
 
-        Like ``scaler.step(optimizer)`` for each and ``scaler.update()``, with one message for all.
-        Never waits by itself; the result says whether the step was taken.
-
         Args:
-            max_norm: Clip by the norm over all optimizers, in the same message; all step or none.
-            skip_norm_above: Skip all where that norm is larger.
-            all_or_none: All step or none, also without a clip.
-            is_replicated_fn: As in `clip_grad_norm_`, of the norm.
-            shard_group_fn: As in `clip_grad_norm_`, of the norm.
+            max_norm: Clip gradients by the norm over all optimizers, in the same message. Then all
+                optimizers step or none does.
+            skip_norm_above: Skip the step of all optimizers if that norm is larger.
+            all_or_none: All optimizers step or none does, also without a norm.
+            is_replicated_fn: As in `clip_grad_norm_`, for the norm.
+            shard_group_fn: As in `clip_grad_norm_`, for the norm.
+
+        Returns:
+            The flags of the optimizers that stepped.
 
         Raises:
             CallOrderError: The last backward pass ran under `no_sync`, on this rank or another.
-            ConfigError: A parameter that trains since `initialize` has a dtype that the level
+            ConfigError: A parameter that was unfrozen after `initialize` has a dtype that the level
                 refuses, on this rank or another.
             CallOrderError, GradientError, RankMismatchError, NonFiniteGradientsError: As
                 `StepGuard.step`.
         """
-        declared = self._declared(is_replicated_fn, shard_group_fn)
-        how: dict[str, Any] = {
+        layout_fns = self._layout_fns(is_replicated_fn, shard_group_fn)
+        norm_options: dict[str, Any] = {
             "max_norm": max_norm,
             "skip_norm_above": skip_norm_above,
             "all_or_none": all_or_none,
         }
-        refused = self._refuse_step()
-        if refused is not None:
-            self.scaler.raise_on_all_ranks(refused, self._stepped, **how)
-        with self._names_calls_of_amp("step"):
-            self.scaler.step_all(self._stepped, **how, **declared)
-        skipped = [self.scaler.found_inf(optimizer).bool() for optimizer in self._stepped]
-        stepped = [self.scaler.taken_flag(optimizer) for optimizer in self._stepped]
+        error = self._step_error()
+        if error is not None:
+            self.scaler.raise_on_all_ranks(error, self._stepped_optimizers, **norm_options)
+        with self._naming_calls_of_amp("step"):
+            self.scaler.step_all(self._stepped_optimizers, **norm_options, **layout_fns)
+        skipped: list[Tensor] = []
+        taken: list[Tensor] = []
+        for optimizer in self._stepped_optimizers:
+            skipped.append(self.scaler.found_inf(optimizer).bool())
+            taken.append(self.scaler.taken_flag(optimizer))
         self.scaler.update()
-        self._waiting = False
-        taken = _any(stepped).logical_and(_any(skipped).logical_not())
-        return StepResult(taken, tuple(stepped[: len(self.optimizers)]))
+        self._has_scaled_grads = False
+        all_taken = _any(taken).logical_and(_any(skipped).logical_not())
+        return StepResult(all_taken, tuple(taken[: len(self.optimizers)]))
 
     @contextlib.contextmanager
-    def _names_calls_of_amp(self, call: str) -> Iterator[None]:
-        """Replace the scaler's error for a loss that was never scaled, which names no Amp call."""
+    def _naming_calls_of_amp(self, call: str) -> Iterator[None]:
+        """Name the calls of Amp in the scaler's error about a loss that was never scaled."""
         try:
             yield
         except CallOrderError as error:
@@ -361,8 +378,8 @@ class Amp:
                 "use amp.scale_loss(loss)."
             ) from error
 
-    def _refuse_step(self) -> Exception | None:
-        """Return why this rank cannot step, which every rank raises; None if it can."""
+    def _step_error(self) -> Exception | None:
+        """Return the error for which this rank cannot step, which every rank raises, or None."""
         if self._sync.left_unreduced:
             return CallOrderError(
                 "amp.step() was called after a backward pass under amp.no_sync(), so the gradients "
@@ -370,28 +387,31 @@ class Amp:
                 "diverge, and shards would not be stepped. Run the last backward pass before "
                 "amp.step() outside of amp.no_sync()."
             )
-        if self._trains_half():
+        if self._trains_refused_half():
             try:
                 for model in self.models:
-                    check_trained(model, recognise(model), self.level)
+                    check_trained(model, inspect_wrapper(model), self.level)
             except ConfigError as error:
                 return error
         return None
 
-    def _trains_half(self) -> bool:
-        """Return whether an optimizer steps half precision where the level may refuse that."""
-        return self._refuses_half and any(
-            param.requires_grad and param.dtype in O2_OF
-            for optimizer in self.optimizers
-            if masters_of(optimizer) is None
-            for param in params_of(optimizer)
-        )
+    def _trains_refused_half(self) -> bool:
+        """Return whether an optimizer steps half precision at a level that may refuse that."""
+        if not self._refuses_half:
+            return False
+        for optimizer in self.optimizers:
+            if masters_of(optimizer) is not None:
+                continue
+            for param in params_of(optimizer):
+                if param.requires_grad and param.dtype in MASTER_LEVELS:
+                    return True
+        return False
 
-    def _declared(
+    def _layout_fns(
         self, is_replicated_fn: LayoutFn | None, shard_group_fn: LayoutFn | None
     ) -> dict[str, Any]:
-        """Return how gradients are cut: as declared, or as `initialize` knows it."""
-        if not self._stepped:
+        """Return the functions that declare the layout: from the caller, or from `initialize`."""
+        if not self._stepped_optimizers:
             raise CallOrderError(
                 "initialize was given no optimizer on any rank, so there is nothing to step"
             )
@@ -407,110 +427,128 @@ class Amp:
 
         Args:
             set_to_none: As in ``Optimizer.zero_grad``; without effect under fairscale's
-                ShardedDataParallel, whose buckets hold the gradients.
+                ShardedDataParallel, because its buckets hold the gradients.
         """
         self._sync.drop_unreduced(set_to_none)
-        to_none = set_to_none and SHARDED_DDP not in map(name_of, self.models)
-        owners: tuple[Any, ...] = (*self.models, *self.optimizers)
-        for owner in owners:
-            owner.zero_grad(set_to_none=to_none)
+        if any(wrapper_name(model) == SHARDED_DDP for model in self.models):
+            set_to_none = False
+        for model in self.models:
+            model.zero_grad(set_to_none=set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def check(self, step: Callable[[], Any]) -> ContractReport:
-        """Run one step and compare its precisions with those of the level.
+        """Run one step and compare its precisions with the level.
 
-        Collective: every rank of `process_group` must call this. It is the group that `initialize`
-        got.
+        Collective: every rank of `process_group` must call this.
 
         Args:
-            step: Takes nothing; runs forward, backward and optimizer, as the loop does.
+            step: Takes no argument and runs forward, backward and optimizer, as the loop does.
 
         Returns:
-            What was not as the level says; see `PrecisionContract.check`, whose errors it has too.
+            The differences between the step and the level; see `PrecisionContract.check`, which
+            also describes the errors.
         """
-        words = self.level.contract(*self.models)
-        # What FSDP has gathered for a forward pass without a backward pass may still be there.
-        given = {p.dtype for each in self.optimizers for p in view_of(each).model_params()}
-        if given and self.level.param not in given:
-            words["parameters"] = "fp32"
-        # Only what is trained must have the level's dtype.
-        frozen = {p.dtype for m in self.models for p in m.parameters() if not p.requires_grad}
-        words["parameters"] = (words["parameters"], *frozen)
-        words["norms"] = (*words["norms"], *frozen)
-        # Beside its format's dtype a hook has the level's, for what would grow in it.
-        words["grad_reduce"] = (
-            *words["grad_reduce"],
-            *(hook.format.payload for hook in self.comm_hooks),
-        )
-        gathers = [
-            hook.param_format.payload for hook in self.comm_hooks if hook.param_format is not None
-        ]
-        level_gathers = words["param_all_gather"]
-        if isinstance(level_gathers, str):
-            level_gathers = (level_gathers,)
-        words["param_all_gather"] = (*level_gathers, *gathers)
         # The import takes long, and most runs check nothing.
         from distamp.report import PrecisionContract
 
-        found = PrecisionContract(**words).check(
+        contract = PrecisionContract(**self._contract_arguments())
+        report = contract.check(
             step,
             self.models,
             self.optimizers,
             self.comm_hooks,
             process_group=self.scaler.process_group,
         )
-        found.unseen += self._unmatched
-        return found
+        report.unseen += self._notes
+        return report
+
+    def _contract_arguments(self) -> dict[str, Any]:
+        """Return the contract of the level, extended for these models, optimizers and hooks."""
+        arguments = self.level.contract(*self.models)
+        # FSDP's parameters may be gathered now, after a forward pass without a backward pass. The
+        # optimizers have the shards.
+        param_dtypes: set[torch.dtype] = set()
+        for optimizer in self.optimizers:
+            param_dtypes.update(param.dtype for param in view_of(optimizer).model_params())
+        if param_dtypes and self.level.param not in param_dtypes:
+            arguments["parameters"] = "fp32"
+        # Only trained parameters must have the level's dtype.
+        frozen_dtypes: set[torch.dtype] = set()
+        for model in self.models:
+            params = model.parameters()
+            frozen_dtypes.update(param.dtype for param in params if not param.requires_grad)
+        arguments["parameters"] = (arguments["parameters"], *frozen_dtypes)
+        arguments["norms"] = (*arguments["norms"], *frozen_dtypes)
+        # A hook sends small gradients uncompressed, in the level's dtype.
+        reduce_dtypes = [hook.format.payload for hook in self.comm_hooks]
+        arguments["grad_reduce"] = (*arguments["grad_reduce"], *reduce_dtypes)
+        gather_dtypes = arguments["param_all_gather"]
+        if isinstance(gather_dtypes, str):
+            gather_dtypes = (gather_dtypes,)
+        for hook in self.comm_hooks:
+            if hook.param_format is not None:
+                gather_dtypes = (*gather_dtypes, hook.param_format.payload)
+        arguments["param_all_gather"] = gather_dtypes
+        return arguments
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return level, loss scale and masters, to be saved beside model and optimizers."""
+        """Return level, loss scale and masters; save the states of model and optimizers with it."""
+        loss_scalers = []
+        if self._scaling_scaler is not None:
+            loss_scalers.append(self._scaling_scaler.state_dict())
         return {
             "version": 1,
             "opt_level": self.level.name,
-            "loss_scalers": [scaler.state_dict() for scaler in self._scalers()],
+            "loss_scalers": loss_scalers,
             "masters": [masters.state_dict() for masters in self.masters],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict()` of this class, of Apex's ``amp`` or of a scaler.
 
-        A state of another level is welcome. Whether the scale is static is what `initialize` was
-        given: a scale is loaded where it is dynamic here and was dynamic there. Masters that the
-        state does not have follow their parameters. Of the scales that Apex had for several losses,
-        the smallest is taken.
+        The state may be of another level. The argument of `initialize` decides whether the loss
+        scale is dynamic, and a scale is loaded only if it is dynamic both here and in the state.
+        Masters that the state does not have are made from their parameters. Of several scales of
+        Apex, the smallest is loaded.
 
         Raises:
             ConfigError: The state has none of the keys of such a state, has masters of another
-                number of optimizers, or a value out of range. What was loaded before it stays, as
-                in torch's modules.
-            ValueError: It has masters of other parameters.
+                number of optimizers, or a value out of range. As in torch's modules, values that
+                were loaded before the error stay.
+            ValueError: The state has masters of other parameters.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"the state is the dict that amp.state_dict() returned, not {state!r:.80}"
+                f"amp.load_state_dict() takes the dict that amp.state_dict() returned, not "
+                f"{state!r:.80}."
             )
-        _check_keys(state)
-        scale, masters = _scale_of(state), _list_of(state, "masters")
-        masters_here = self.masters
-        if masters and masters_here and len(masters) != len(masters_here):
+        check_is_state(state)
+        loss_scale = saved_loss_scale(state)
+        masters_states = saved_masters(state)
+        all_masters = self.masters
+        if masters_states and all_masters and len(masters_states) != len(all_masters):
             raise ConfigError(
-                f"the state has the masters of {len(masters)} optimizers and {len(masters_here)} "
-                "have some here; initialize with the same optimizers"
+                f"The state has the masters of {len(masters_states)} optimizers, and "
+                f"{len(all_masters)} optimizers have masters here. Call initialize with the "
+                "optimizers of the saved run."
             )
-        for scaler in self._scalers() if scale is not None else ():
-            _load_scale(scaler, scale)
-        for each, saved in zip(masters_here, masters, strict=False):
-            each.load_state_dict(saved)
+        if self._scaling_scaler is not None and loss_scale is not None:
+            load_loss_scale(self._scaling_scaler, loss_scale)
+        for masters, masters_state in zip(all_masters, masters_states, strict=False):
+            masters.load_state_dict(masters_state)
 
     def flat_state_dict(self, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return weights and optimizer state by flat names, for ``torch.distributed.checkpoint``.
 
-        Like torch's ``get_state_dict`` with ``flatten_optimizer_state_dict``, but a weight is what
-        its optimizer steps, the fp32 master where there is one, and no step is taken to make empty
-        states. So a run continues at any other level, and in any layout that has one tensor for
-        each name. The settings of the optimizer's groups are in it: the learning rate, ``betas``,
-        and the counts that schedulefree keeps there. The loss scale is not (`state_dict`).
+        `save` and `load` do all of this in one call. Like torch's ``get_state_dict`` with
+        ``flatten_optimizer_state_dict``, but the value of a weight is the tensor that its optimizer
+        steps, such as the fp32 master, and no step is taken to make empty states. So a run
+        continues at any other level, and in any layout that has one tensor for each name. The state
+        contains the settings of the optimizers' groups: the learning rate, ``betas``, and the
+        counts that schedulefree keeps there. It does not contain the loss scale (`state_dict`).
 
         Collective: every rank of `process_group` must call this. With ``saved`` it sends
         nothing.
@@ -525,11 +563,11 @@ class Amp:
             and of the group's settings, a tuple of tuples.
 
         Raises:
-            ConfigError: Something has no name, or one that it shares: FSDP1,
-                ZeroRedundancyOptimizer and OSS; plain experts, shards and pipeline stages that
-                have one name and different values on two ranks; a state of an optimizer that
-                is neither a tensor nor a number, or one that has no place in a DTensor's layout.
-                The error is the same on every rank, and names the states to save instead.
+            ConfigError: A layout has no tensor for each name (FSDP1, ZeroRedundancyOptimizer, OSS);
+                plain experts, shards or pipeline stages have one name and different values on two
+                ranks; or a state of an optimizer is neither a tensor nor a number, or does not fit
+                a DTensor's layout. The error is the same on every rank, and names the states to
+                save instead.
 
         Example::
 
@@ -547,8 +585,8 @@ class Amp:
         """Load a `flat_state_dict()` that ``dcp.load`` has filled.
 
         Weights are copied. Optimizer states are taken over without a copy, and settings replace
-        those of the groups, so set a new learning rate afterwards. A weight whose states are not
-        all in ``state`` keeps its optimizer state and settings, with a warning.
+        the groups' own, so set a new learning rate afterwards. If ``state`` lacks a state of a
+        weight, the weight keeps its optimizer state and settings, with a warning.
 
         Raises:
             ConfigError: Weights that share a group here were saved with different settings, or a
@@ -556,79 +594,70 @@ class Amp:
         """
         FlatState(self.models, self.optimizers).set(state)
 
-    def _scalers(self) -> list[DistGradScaler]:
-        """Return the scaler, where there is one that scales."""
-        given = (self.scaler,)
-        return [it for it in given if isinstance(it, DistGradScaler) and it.is_enabled()]
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save all that a run needs to continue, by ``torch.distributed.checkpoint``.
+
+        The checkpoint contains weights, optimizer state, masters, the settings of the optimizers'
+        groups such as the learning rate, the loss scale and its counters, and the rounding errors
+        of communication hooks. It does not contain learning rate schedulers, data loaders and
+        random generators.
+
+        Collective: every rank of `process_group` must call this.
+
+        Args:
+            path: A directory that all ranks can write to. Use a new one for each checkpoint,
+                because a save that is interrupted damages an older checkpoint in the same
+                directory.
+
+        Raises:
+            ConfigError: A layout has no tensor for each name (FSDP1, ZeroRedundancyOptimizer, OSS),
+                or another error of `flat_state_dict`.
+            torch.distributed.checkpoint.CheckpointException: A rank could not write.
+
+        Example::
+
+            amp.save(f"checkpoints/{step}")
+            ...
+            amp = distamp.initialize(model, optimizer, "bf16-O2")   # any level, any layout
+            amp.load(f"checkpoints/{step}")
+        """
+        group = resolve_process_group(self.scaler.process_group)
+        flat_state = FlatState(self.models, self.optimizers, group)
+        amp_state = self.state_dict()
+        # The flat state has the values of the masters.
+        del amp_state["masters"]
+        save_checkpoint(path, flat_state, amp_state, self.comm_hooks, group)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load a checkpoint of `save`, in another layout, on other ranks or at another level, too.
+
+        Writes the values into the models and optimizers in place. The rounding errors of hooks are
+        loaded if the ranks are the same, and dropped with a log line if not. Under DDP, the first
+        step after the load uses none, because DDP builds its buckets in that step.
+
+        Collective: every rank of `process_group` must call this.
+
+        Args:
+            path: The directory.
+
+        Raises:
+            ConfigError: The directory contains no checkpoint of `save`, a layout has no tensor for
+                each name, or a state does not fit the layout here.
+            torch.distributed.checkpoint.CheckpointException: A rank could not read, or the models
+                here have other parameters.
+        """
+        group = resolve_process_group(self.scaler.process_group)
+        flat_state = FlatState(self.models, self.optimizers, group)
+        self.load_state_dict(load_checkpoint(path, flat_state, self.comm_hooks, group))
+
+    @property
+    def _scaling_scaler(self) -> DistGradScaler | None:
+        """The scaler if it scales losses, else None."""
+        if isinstance(self.scaler, DistGradScaler) and self.scaler.is_enabled():
+            return self.scaler
+        return None
 
 
 def _any(flags: Sequence[Tensor]) -> Tensor:
-    """Return whether one of several 0-d bools is set, on the device of the first."""
+    """Return the disjunction of several 0-d bools, on the device of the first."""
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-
-
-def _load_scale(scaler: DistGradScaler, state: Any) -> None:
-    """Load a scaler's state, where the scale is dynamic on both sides."""
-    saved = DistGradScaler("cpu")
-    saved.load_state_dict(scaler.state_dict())
-    saved.load_state_dict(state)
-    kinds = {each.state_dict()[STATE_KEY]["kind"] for each in (scaler, saved)}
-    if len(kinds) > 1:  # which of the two it is, is what `initialize` was given
-        state = {key: value for key, value in state.items() if key not in STATE_KEYS}
-    if StaticLossScale.kind not in kinds:
-        scaler.load_state_dict(state)
-
-
-def _check_keys(state: Mapping[str, Any]) -> None:
-    """Refuse a dict that is no state, at levels without a loss scale too.
-
-    Raises:
-        ConfigError: It has none of the keys by which a state is known.
-    """
-    keys = [str(key) for key in state]
-    if any(key in ("scale", *STATE_KEYS) or key.startswith("loss_scale") for key in keys):
-        return
-    given = "no keys"
-    if keys:
-        given = f"the keys {', '.join(map(repr, keys[:5]))}" + ", ..." * (len(keys) > 5)
-    raise ConfigError(
-        f"amp.load_state_dict() was given a dict with {given}, which is no state of an Amp. It "
-        "loads what amp.state_dict() returned (keys 'version', 'opt_level', 'loss_scalers', "
-        "'masters'), Apex's amp.state_dict() (keys 'loss_scaler0', ...) or a scaler's state (keys "
-        "'scale', '_growth_tracker', ...). Pass that part of the checkpoint, as in "
-        "amp.load_state_dict(checkpoint['amp'])."
-    )
-
-
-def _scale_of(state: Mapping[str, Any]) -> Any:
-    """Return the loss scale in a state of ours, of Apex's or of a scaler's; None without one."""
-    if "loss_scalers" in state:
-        if not isinstance(state.get("version"), int) or state["version"] != 1:
-            raise ConfigError(
-                f"the state was written by another version ({state.get('version')!r}) of distamp; "
-                f"this one reads version 1"
-            )
-        return next(iter(_list_of(state, "loss_scalers")), None)
-    apex = [state[name] for name in state if str(name).startswith("loss_scaler")]
-    return min(apex, key=_scale_in, default=state)
-
-
-def _scale_in(state: Any) -> Any:
-    """Return the scale in one of Apex's states, or 0 for another object, which is read first."""
-    return state.get("loss_scale", 0) if isinstance(state, Mapping) else 0
-
-
-def _list_of(state: Mapping[str, Any], name: str) -> list[Any]:
-    found = [] if state.get(name) is None else state[name]
-    if not isinstance(found, list | tuple):
-        raise ConfigError(f"the state's {name!r} must be a list, not {found!r:.80}")
-    return list(found)
-
-
-#: Answers to the arguments of Apex's ``scale_loss``, by their names.
-_SCALE_LOSS_HINTS = {
-    "loss_id": "Leave it out, because all losses share one scale",
-    "model": "Leave it out, because the guard covers every model of initialize",
-    "delay_unscale": "Leave it out, because gradients stay scaled until the clip or the step",
-    "delay_overflow_check": "Leave it out, because amp.step() checks all gradients once",
-}

@@ -1,4 +1,4 @@
-"""A model in float16 or bfloat16: its parameters cast, its inputs cast in, its outputs cast out."""
+"""cast_model: the parameters of a model in a level's dtype, with its inputs and outputs cast."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from distamp.errors import ConfigError
-from distamp.levels.float8 import convert
-from distamp.levels.kept import (
-    Pins,
-    kept_fp32,
+from distamp.levels.float8 import convert_linear_layers
+from distamp.levels.fp32_modules import (
+    ModulePrecisions,
+    apply_module_precisions,
+    direct_tensors,
     match_patterns,
-    own_tensors,
-    pin_all,
-    unmatched_everywhere,
+    refuse_unmatched_patterns,
+    set_fp32_modules,
 )
-from distamp.levels.wrappers import recognise
+from distamp.levels.wrappers import inspect_wrapper
 from distamp.precision_level import LevelLike, PrecisionLevel
 from distamp.process_group import GroupLike, resolve_process_group
 
 __all__ = [
-    "O2_OF",
-    "cast_as",
+    "MASTER_LEVELS",
+    "applied_level",
+    "apply_level",
     "cast_model",
-    "check_cast_before",
+    "check_applied_level",
     "check_frozen",
-    "chosen_level",
-    "prepare",
+    "resolve_level_argument",
 ]
 
 _M = TypeVar("_M", bound=nn.Module)
+
 #: The level that trains a model whose parameters are in this dtype, with fp32 masters.
-O2_OF = {torch.float16: "fp16-O2", torch.bfloat16: "bf16-O2"}
-_MARK = "_distamp_cast_as"  # an attribute of a cast model, which its copies and pickles keep
+MASTER_LEVELS = {torch.float16: "fp16-O2", torch.bfloat16: "bf16-O2"}
+
+# The attribute of a cast model with its level. Copies and pickles keep it.
+_LEVEL_ATTR = "_distamp_cast_as"
 
 
 def cast_model(
@@ -51,30 +54,31 @@ def cast_model(
     module_precision: Mapping[str, str] | None = None,
     process_group: GroupLike = None,
 ) -> _M:
-    """Cast a model in place to what its level asks for, before anything is wrapped around it.
+    """Cast a model in place to the dtype of a level, before any wrapper is applied.
 
-    As ``model.half()``, but these stay in float32: batch norms of every kind where the level says
-    so; what is pinned to it, here or before; what the owners of a model of transformers declared
-    (``_keep_in_fp32_modules``), and its tables of rotary embeddings. Calls of the model cast
-    floating inputs in and floating outputs out. A level whose model is float32 only pins, so the
-    call can stand in a script for every level. Parameters keep their identity: an optimizer made
-    before holds them still.
+    As ``model.half()``, except that these stay in float32: batch norms of every kind if the level
+    keeps them; modules that have the precision float32, by this call or `set_module_precision`; the
+    modules that the owner of a transformers model declared (``_keep_in_fp32_modules``), and its
+    tables of rotary embeddings. The model then casts its floating-point inputs and outputs at each
+    call. At a level with float32 parameters the call only sets the precision of modules, so a
+    script may contain the call for every level. Parameters keep their identity, so an optimizer
+    that was made before still has them.
 
-    `initialize` does it by itself for a model without wrapper, or in DataParallel. Any other
-    wrapper lays parameters out anew, so there the order is: ``cast_model``, wrapper, optimizer,
+    `initialize` casts a model without a wrapper, or in DataParallel, itself. Other wrappers change
+    the layout of parameters, so call ``cast_model`` first, then the wrapper, the optimizer and
     ``initialize``.
 
     Args:
-        model: A module that no wrapper holds.
-        level: A name in ``distamp.levels.LEVELS``, one of Apex's, or a `PrecisionLevel`.
+        model: A module without a wrapper.
+        level: A name in ``distamp.levels.LEVELS``, one of Apex's names, or a `PrecisionLevel`.
         opt_level: Apex's name of ``level``.
-        keep_batchnorm_fp32: In place of the level's own.
-        master_weights: In place of the level's own.
-        module_precision: Modules in a precision of their own, by shell patterns over their names,
-            as in ``{"*.norm": "fp32", "lm_head": "fp32:keep_output"}``; see
-            `distamp.set_module_precision`. Of several that match, the last counts. Among several
-            ranks a pattern may match nothing here, because another rank may have those modules;
-            `initialize` compares all ranks.
+        keep_batchnorm_fp32: Replaces the level's value.
+        master_weights: Replaces the level's value.
+        module_precision: The precisions of single modules, by shell patterns over their names, as
+            in ``{"*.norm": "fp32", "lm_head": "fp32:keep_output"}``; see
+            `distamp.set_module_precision`. If several patterns match a module, the last counts.
+            With several ranks a pattern may match no module here, because another rank may have the
+            module. `initialize` compares all ranks.
         process_group: The ranks that have a part of the model, as `initialize` takes it.
 
     Returns:
@@ -82,39 +86,40 @@ def cast_model(
 
     Raises:
         ConfigError: The model is wrapped or sharded already, or was cast to another dtype before;
-            or it has frozen parameters in the other half precision; or, in a process alone, a
-            pattern matches nothing.
+            it has frozen parameters in the other half precision; or, in a single process, a pattern
+            matches no module.
+        TypeError: ``level`` is a dtype, or missing.
 
     Source: Apex's documentation of fp16-O2, and Micikevicius et al., 2018, section 3.1. Apex casts
-    batch norms without affine parameters; here their statistics stay in float32 too.
+    batch norms without affine parameters. Their statistics stay in float32 here.
     """
     example = "Pass the level that initialize gets, as in cast_model(model, 'bf16-O2')."
-    chosen = chosen_level("cast_model", level, opt_level, example)
-    _refuse_dtype(chosen)
+    level_argument = resolve_level_argument("cast_model", level, opt_level, example)
+    _refuse_dtype(level_argument)
     level = PrecisionLevel.from_name(
-        chosen,
+        level_argument,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         module_precision=module_precision,
     )
-    pins, unmatched = match_patterns([model], level)
+    precisions, unmatched = match_patterns([model], level)
     group = resolve_process_group(process_group)
     if group is None or group.size() == 1:
-        unmatched_everywhere([unmatched])
-    wrapper = recognise(model).name
+        refuse_unmatched_patterns([unmatched])
+    wrapper = inspect_wrapper(model).name
     if wrapper is not None and level.changes_model:
         raise ConfigError(
-            f"cast_model was given a model inside {wrapper}, which has laid its parameters out in "
-            "their present dtype; the order is cast_model(model, level), then the wrapper, then "
-            "the optimizer, then initialize"
+            f"cast_model was given a model inside {wrapper}, which has laid out its parameters in "
+            "their present dtype. Call cast_model(model, level) first, then the wrapper, the "
+            "optimizer and initialize."
         )
-    check_cast_before(model, level)
+    check_applied_level(model, level)
     check_frozen(model, level)
-    prepare(model, level, pins)
+    apply_level(model, level, precisions)
     return model
 
 
-def chosen_level(
+def resolve_level_argument(
     call: str, level: LevelLike | None, opt_level: LevelLike | None, example: str
 ) -> LevelLike:
     """Return the level that a call was passed under either of its two names.
@@ -127,16 +132,16 @@ def chosen_level(
             f"{call}() got level={level!r} and opt_level={opt_level!r}, which are two names of one "
             "argument. Pass level alone."
         )
-    chosen = opt_level if level is None else level
-    if chosen is None:
+    argument = opt_level if level is None else level
+    if argument is None:
         raise TypeError(f"{call}() needs a level, because there is no default. {example}")
-    return chosen
+    return argument
 
 
 def _refuse_dtype(level: LevelLike) -> None:
-    """Refuse a dtype, which does not tell whether an optimizer has float32 masters."""
+    """Refuse a dtype, which does not tell levels with and without float32 masters apart."""
     if isinstance(level, torch.dtype):
-        with_masters = O2_OF.get(level, "bf16-O2")
+        with_masters = MASTER_LEVELS.get(level, "bf16-O2")
         without_masters = with_masters.replace("O2", "O3")
         raise TypeError(
             f"cast_model() takes the name of a level, not {level}. Pass {with_masters!r} to train "
@@ -144,88 +149,36 @@ def _refuse_dtype(level: LevelLike) -> None:
         )
 
 
-def prepare(model: nn.Module, level: PrecisionLevel, pins: Pins) -> None:
-    """Pin the modules of a model, and change the rest where the level says so and nobody has."""
-    pin_all(model, pins, level.param)
-    if cast_as(model) is not None or not level.changes_model:
+# -- a level is applied ----------------------------------------------------------------------------
+
+
+def apply_level(model: nn.Module, level: PrecisionLevel, precisions: ModulePrecisions) -> None:
+    """Set the precision of modules, and cast or convert the model unless that was done before."""
+    apply_module_precisions(model, precisions, level.param)
+    if applied_level(model) is not None or not level.changes_model:
         return
-    if level.float8 is not None:
-        convert(model, level)
+    if level.linear_recipe is not None:
+        convert_linear_layers(model, level)
     else:
-        _cast_all(model, level)
-    setattr(model, _MARK, level)
+        _cast_parameters(model, level)
+    setattr(model, _LEVEL_ATTR, level)
 
 
-def _cast_all(model: nn.Module, level: PrecisionLevel) -> None:
-    kept = kept_fp32(model, level)
-    for tensor in own_tensors(*model.modules()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if id(tensor) in kept else level.param)
+def _cast_parameters(model: nn.Module, level: PrecisionLevel) -> None:
+    fp32_ids = set_fp32_modules(model, level)
+    for tensor in direct_tensors(*model.modules()):
+        if not tensor.is_floating_point():
+            continue
+        dtype = torch.float32 if id(tensor) in fp32_ids else level.param
+        tensor.data = tensor.data.to(dtype)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    inputs = functools.partial(_cast_inputs, level.param)
-    model.register_forward_pre_hook(inputs, with_kwargs=True, prepend=True)
+    # The hooks are partials of functions of this module, so that a cast model can be pickled.
+    cast_inputs = functools.partial(_cast_inputs, level.param)
+    model.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
     if level.output is not None:
         model.register_forward_hook(functools.partial(_cast_outputs, level.output))
-
-
-def check_frozen(model: nn.Module, level: PrecisionLevel) -> None:
-    """Refuse a level that cannot compute with the frozen parameters as they are.
-
-    Only what is trained must have the level's dtype. A region casts the rest op by op, but not
-    batch norms, whose statistics are written. Without one they are in the level's dtype, or
-    float32, which is cast to it.
-
-    Raises:
-        ConfigError: They are in half precision at fp32, or in another one than the level computes
-            in, where a cast would lose range or precision.
-    """
-    kind, ways = (nn.Module, "bf16 or fp16, or ") if not level.autocasts else (_BatchNorm, "")
-    modules = (module for module in model.modules() if isinstance(module, kind))
-    held = (p for module in modules for p in module.parameters(recurse=False))
-    others = {p.dtype for p in held if not p.requires_grad} & O2_OF.keys() - {level.compute}
-    if others:
-        dtype = others.pop()
-        raise ConfigError(
-            f"{level.name} computes in {level.compute} and the model has frozen "
-            f"{'batch norms' if level.autocasts else 'parameters'} in {dtype}; take {ways}"
-            f"{O2_OF[dtype]}, or cast them yourself: module.to(...)"
-        )
-
-
-def cast_as(model: nn.Module) -> PrecisionLevel | None:
-    """Return what `cast_model` cast this very module to; None if it did not."""
-    return getattr(model, _MARK, None)
-
-
-def check_cast_before(model: nn.Module, level: PrecisionLevel) -> None:
-    """Refuse a model that was cast to something else.
-
-    Raises:
-        ConfigError: It was.
-    """
-    before = cast_as(model)
-    if before is not None and _layout_of(before) != _layout_of(level):
-        raise ConfigError(
-            f"the model was cast for {before.name} ({_layout_of(before)}) and is to train at "
-            f"{level.name} ({_layout_of(level)}); give both the same, and build the model "
-            "again, because rounding lost precision"
-        )
-
-
-def _layout_of(level: PrecisionLevel) -> str:
-    named = {
-        "parameters": level.param,
-        "keep_batchnorm_fp32": level.keep_batchnorm_fp32,
-        "module_precision": dict(level.pins),
-        "float8": level.float8,
-        "float8_all_gather": level.float8_all_gather,
-    }
-    return ", ".join(f"{name}={value}" for name, value in named.items() if value)
-
-
-# The hooks are partials of module-level functions, so that a cast model can be copied and pickled.
 
 
 def _cast_inputs(
@@ -242,9 +195,75 @@ def _cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype is dtype:
         return tensor
     cast = tensor.to(dtype)
-    dense = tensor.layout is torch.strided and not tensor.is_nested
-    if dtype is torch.float32 or tensor.requires_grad or not dense:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if dtype is torch.float32 or tensor.requires_grad or not is_dense:
         return cast
-    # What masks are made of: as -inf it would make a row of nothing else NaN.
+    # Attention masks contain the lowest value of their dtype. The cast makes it -inf, and softmax
+    # returns NaN for a row with nothing else, so the lowest value of the new dtype replaces it.
     lowest = torch.finfo(tensor.dtype).min
     return cast.masked_fill_(tensor == lowest, torch.finfo(dtype).min)
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def applied_level(model: nn.Module) -> PrecisionLevel | None:
+    """Return the level to which `cast_model` cast this very module, or None."""
+    return getattr(model, _LEVEL_ATTR, None)
+
+
+def check_applied_level(model: nn.Module, level: PrecisionLevel) -> None:
+    """Refuse a model that was cast for another level.
+
+    Raises:
+        ConfigError: The model was cast with other dtypes or other modules in float32.
+    """
+    cast_level = applied_level(model)
+    if cast_level is not None and _signature(cast_level) != _signature(level):
+        raise ConfigError(
+            f"The model was cast for {cast_level.name} ({_signature(cast_level)}), and is to train "
+            f"at {level.name} ({_signature(level)}). Pass the same level and settings to both "
+            "calls, and build the model again, because rounding lost precision."
+        )
+
+
+def _signature(level: PrecisionLevel) -> str:
+    """Return the text of the settings that change a model."""
+    settings = {
+        "parameters": level.param,
+        "keep_batchnorm_fp32": level.keep_batchnorm_fp32,
+        "module_precision": dict(level.pins),
+        "linear_recipe": level.linear_recipe,
+        "float8_all_gather": level.float8_all_gather,
+    }
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value)
+
+
+def check_frozen(model: nn.Module, level: PrecisionLevel) -> None:
+    """Refuse a level that cannot compute with the frozen parameters of a model.
+
+    Only trained parameters must have the level's dtype. A region casts frozen parameters op by op,
+    except in batch norms, because their statistics are written. Without a region frozen parameters
+    must have the level's dtype, or float32, which is cast to that dtype.
+
+    Raises:
+        ConfigError: Frozen parameters are in half precision at fp32, or in another half precision
+            than the level computes in, so that a cast would lose range or precision.
+    """
+    checked_class = _BatchNorm if level.autocasts else nn.Module
+    for module in model.modules():
+        if not isinstance(module, checked_class):
+            continue
+        for param in module.parameters(recurse=False):
+            is_other_half = param.dtype in MASTER_LEVELS and param.dtype is not level.compute
+            if not param.requires_grad and is_other_half:
+                raise ConfigError(_frozen_text(param.dtype, level))
+
+
+def _frozen_text(dtype: torch.dtype, level: PrecisionLevel) -> str:
+    kind = "batch norms" if level.autocasts else "parameters"
+    levels = "" if level.autocasts else "bf16, fp16 or "
+    return (
+        f"{level.name} computes in {level.compute}, and the model has frozen {kind} in {dtype}. "
+        f"Use {levels}{MASTER_LEVELS[dtype]}, or cast them yourself by module.to(...)."
+    )

@@ -21,17 +21,17 @@ from distamp.levels.weight_copies import (
     check_weight_copies,
     is_wrapper_subclass,
 )
-from distamp.levels.wrappers import recognise
+from distamp.levels.wrappers import inspect_wrapper
 from distamp.optim_utils import OptimizerView, unwrap_optimizer, view_of, zero_local_optimizer
 from distamp.process_group import GroupLike
 from distamp.scaler import masters_of
 
 __all__ = ["FlatState"]
 
-_log = logging.getLogger("distamp.initialize")
+_logger = logging.getLogger("distamp.levels")
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 _NAMED_LAYOUTS = (None, "DistributedDataParallel", "DataParallel", "fully_shard")
-#: Entries of a group that say which parameters it has, and by which kernel it steps them.
+#: Entries of a group with its parameters, and with the choice of the kernel that steps them.
 _NOT_SAVED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -71,7 +71,7 @@ class FlatState:
     """Models and their optimizers as named tensors, for one call.
 
     Like torch's ``get_state_dict`` with ``flatten_optimizer_state_dict``, but masters have the
-    names of their parameters. Each weight has a record beside its optimizer's states: a tuple of
+    names of their parameters. Each weight has a record with its optimizer's states: a tuple of
     the states' keys and a tuple of the group's settings. A state that is a tensor subclass is saved
     as the plain tensors in it, and its record has the class.
 
@@ -143,26 +143,26 @@ class FlatState:
                 without_state.append(weight.name)
         settings = _merge_settings(state, loaded)
         tensors = {**self._weights, **self._buffers}
-        known = tensors.keys() & state.keys()
+        loaded_names = tensors.keys() & state.keys()
         with contextlib.ExitStack() as stack:
             for masters in filter(None, map(masters_of, self._optimizers)):
                 masters.write_back()  # what dcp.load wrote in place to masters with storage
                 stack.enter_context(masters.materialized())
-            for name in known:  # a no-op where the state still is what get() returned
+            for name in loaded_names:  # a no-op where the state still is what get() returned
                 tensors[name].copy_(state[name])
             for weight in stepped_weights:
-                if weight.name in known and weight.tensor is not tensors[weight.name]:
+                if weight.name in loaded_names and weight.tensor is not tensors[weight.name]:
                     weight.tensor.copy_(state[weight.name])
             for weight in loaded:
                 _load_states(state, weight)
         for group, values in settings:
             for key, value in values.items():
                 group[key] = _replace_setting(group.get(key), value)
-        missing = sorted(tensors.keys() - known)
+        missing = sorted(tensors.keys() - loaded_names)
         if missing:
-            _log.warning("the state has no %s and %d more", missing[0], len(missing) - 1)
+            _logger.warning("the state has no %s and %d more", missing[0], len(missing) - 1)
         if without_state:
-            _log.warning(
+            _logger.warning(
                 "the state has no optimizer state of %d weights, first %s. Their optimizer keeps "
                 "the state and the settings that it has. To load a checkpoint, pass what it has: "
                 "amp.flat_state_dict(saved)",
@@ -174,13 +174,13 @@ class FlatState:
         """Find the name of every parameter, and of every buffer that a state dict has."""
         for index, model in enumerate(self._models):
             prefix = "model" if len(self._models) == 1 else f"model.{index}"
-            wrapper, inner, _ = recognise(model)
+            wrapper, inner, _ = inspect_wrapper(model)
             if wrapper not in _NAMED_LAYOUTS:
                 raise ConfigError(
-                    f"amp.flat_state_dict() needs one tensor for each parameter, and {wrapper} has "
-                    f"flat or wrapped ones. Save {SEPARATE_STATES}; for model and optimizer, "
+                    "amp.save() and amp.flat_state_dict() need one tensor for each parameter, and "
+                    f"{wrapper} has flat or wrapped ones. Save {SEPARATE_STATES}. "
                     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) "
-                    "returns such states. Or take fully_shard"
+                    "returns the first two. Or use fully_shard."
                 )
             # FSDP2 reshards what it has gathered when its state_dict() is called.
             saved_names = inner.state_dict(keep_vars=True).keys()
@@ -203,7 +203,7 @@ class FlatState:
                     name = names.get(id(parameters.get(id(tensor))))
                     if name is None:
                         raise ConfigError(
-                            f"amp.flat_state_dict() takes names from the models, and "
+                            f"A flat state takes names from the models, and "
                             f"{type(optimizer).__name__} steps a parameter of shape "
                             f"{tuple(tensor.shape)} that no model of initialize has. Save "
                             f"{SEPARATE_STATES} instead"
@@ -243,12 +243,12 @@ class FlatState:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that keeps something beside its parameters' states and its groups."""
+    """Refuse an optimizer that keeps more than the states of its parameters and its groups."""
     kind = type(optimizer).__name__
     if zero_local_optimizer(unwrap_optimizer(optimizer)) is not None:
         raise ConfigError(
-            f"amp.flat_state_dict() needs the state of every parameter on every rank, and {kind} "
-            f"has a share on each. Save {SEPARATE_STATES}, after "
+            f"amp.save() and amp.flat_state_dict() need the state of every parameter on every "
+            f"rank, and {kind} has a share on each. Save {SEPARATE_STATES}, after "
             "optimizer.consolidate_state_dict() on every rank"
         )
     reason = None
@@ -260,12 +260,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if strangers:
         reason = f"it keeps a state under {strangers[0]!r}, which is no parameter"
-    others = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
-    if others:
-        reason = f"its state_dict() has {others[0]!r} beside 'state' and 'param_groups'"
+    extra_keys = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if extra_keys:
+        reason = f"its state_dict() has {extra_keys[0]!r} beside 'state' and 'param_groups'"
     if reason is not None:
         raise ConfigError(
-            f"amp.flat_state_dict() cannot name all that {kind} keeps: {reason}. Save "
+            f"A flat state cannot contain all that {kind} keeps: {reason}. Save "
             f"{SEPARATE_STATES} instead"
         )
 
@@ -300,7 +300,7 @@ def _check_state(weight: _SteppedWeight, key: str, value: Any) -> None:
 
 def _refused_state(weight: _SteppedWeight, key: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"amp.flat_state_dict() cannot keep the state {key!r} that "
+        f"A flat state cannot contain the state {key!r} that "
         f"{type(weight.optimizer).__name__} has of {weight.name}: {reason}. Save {SEPARATE_STATES} "
         "instead"
     )
@@ -349,8 +349,8 @@ def _make_missing_records(
     """Return records of weights from a checkpoint that was written before there were records.
 
     Such a checkpoint has the states of an optimizer and no settings of its groups. A weight without
-    a state in it was never stepped if another weight of the optimizer has one. States are taken if
-    they replace all that the optimizer has of the weight.
+    a state in it was never stepped if another weight of the optimizer has one. The states of a
+    weight are loaded if they replace all states that the optimizer has of the weight.
     """
     keys: dict[str, list[str]] = {}
     for name in state:
@@ -377,7 +377,7 @@ def _has_states(state: Mapping[str, Any], weight: _SteppedWeight) -> bool:
     for key, spec in specs:
         name = f"{weight.record_name}.{key}"
         names = [name] if spec is None else [f"{name}.{part}" for part in spec[2]]
-        if any(each not in state for each in names):
+        if any(part_name not in state for part_name in names):
             return False
     return True
 
@@ -424,7 +424,7 @@ def _unflatten_subclass(
 ) -> Tensor:
     """Rebuild a tensor subclass of a module that is imported already.
 
-    A checkpoint must not choose what Python imports.
+    A checkpoint must not decide about imports of Python.
     """
     module, name, _, context, size, stride = spec
     kind = getattr(sys.modules.get(module), name, None)
@@ -460,7 +460,7 @@ def _read_settings(
             settings.append((key, number))
         elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             raise ConfigError(
-                f"amp.flat_state_dict() keeps numbers of an optimizer's groups, and "
+                f"A flat state contains numbers of an optimizer's groups, and "
                 f"{type(optimizer).__name__} has tensors of several elements in {key!r}. Save "
                 f"{SEPARATE_STATES} instead"
             )

@@ -1,8 +1,7 @@
-"""Linear layers that compute in float8, by torchao: which of them, and why the others do not."""
+"""Conversion of linear layers to the recipe of a level, such as float8."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -13,134 +12,169 @@ from torch import Tensor, nn
 
 from distamp.autocast.module_precision import get_module_precision
 from distamp.errors import ConfigError
-from distamp.levels.kept import declared
+from distamp.levels.fp32_modules import keep_in_fp32_modules, output_embeddings
+from distamp.linear_recipe import LINEAR_RECIPES, LinearRecipe, recipe_of
 from distamp.precision_level import PrecisionLevel
 
-__all__ = ["check_kernels", "computes_in_float8", "convert", "float8_layers"]
+__all__ = ["check_device_support", "convert_linear_layers", "float8_layers"]
 
-_log = logging.getLogger("distamp.initialize")
-_CONVERTED = "float8"
-# What the kernels take: both sizes of a weight.
-_MULTIPLE = 16
-# Of NVIDIA's devices, the first whose kernels take each scaling.
-_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+_logger = logging.getLogger("distamp.levels")
+_HOOK_ATTRS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DEFAULT_RECIPE = "float8"
 
 
 def float8_layers(model: nn.Module) -> dict[str, str]:
-    """Return for every linear layer whether it computes in float8, and if not, why.
+    """Return for every linear layer that it computes in float8, or the reason that it does not.
 
-    Asked of the model as it is, so it holds for one that torchao converted by itself, too.
+    The function looks at the model in its present state, so it serves for a model that torchao
+    converted without distamp, too.
 
     Args:
         model: Before or after `cast_model` and the wrapper.
 
     Returns:
-        By module name ``"float8"``, the reason against it, or nothing for a layer that
-        `cast_model` would convert.
+        By module name ``"float8"`` (the ``label`` of its `LinearRecipe`), the reason against the
+        conversion, or an empty text for a layer that `cast_model` would convert.
     """
-    said: dict[str, str] = {}
-    owners = {id(each) for each in declared(model)}
+    return _linear_layers(model, LINEAR_RECIPES[_DEFAULT_RECIPE])
+
+
+def _linear_layers(model: nn.Module, recipe: LinearRecipe) -> dict[str, str]:
+    exclusions = _excluded_modules(model)
+    head = output_embeddings(model)
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            uses[id(param)] += 1
+    layers: dict[str, str] = {}
     for name, module in model.named_modules():
-        pin = get_module_precision(module)
-        owned = "declared fp32 by its owner" if id(module) in owners else ""
-        around = said.get(name.rpartition(".")[0], "")
-        said[name] = f"pinned to {pin.dtype}" if pin is not None else around or owned
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    return {
-        name: _CONVERTED
-        if computes_in_float8(module)
-        else said[name]
-        or _why(module, uses)
-        or ("what the model returns" if module is head else "")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
+        if not isinstance(module, nn.Linear):
+            continue
+        converted_to = recipe_of(module)
+        if converted_to is not None:
+            layers[name] = converted_to.label
+            continue
+        reason = exclusions[name] or _ineligible_reason(module, uses, recipe)
+        if not reason and module is head:
+            reason = "what the model returns"
+        layers[name] = reason
+    return layers
 
 
-def _why(module: nn.Linear, uses: Counter[int]) -> str:
-    """Return why a layer cannot be converted; nothing where it can."""
-    sizes = module.in_features, module.out_features
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__}, with a forward or a use of its own"
-    if any(getattr(module, name) for name in hooks):
+def _excluded_modules(model: nn.Module) -> dict[str, str]:
+    """Return for every module the reason for which it or a module around it is not converted."""
+    declared_ids = {id(owner) for owner in keep_in_fp32_modules(model)}
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        parent_name, _, _ = name.rpartition(".")
+        precision = get_module_precision(module)
+        reason = reasons.get(parent_name, "")
+        if precision is not None:
+            reason = f"pinned to {precision.dtype}"
+        elif not reason and id(module) in declared_ids:
+            reason = "declared fp32 by its owner"
+        reasons[name] = reason
+    return reasons
+
+
+def _ineligible_reason(layer: nn.Linear, uses: Counter[int], recipe: LinearRecipe) -> str:
+    """Return the reason for which a layer cannot be converted, or an empty text."""
+    multiple = recipe.size_multiple
+    if type(layer) is not nn.Linear:
+        return f"a {type(layer).__name__}, with a forward or a use of its own"
+    if any(getattr(layer, attribute) for attribute in _HOOK_ATTRS):
         return "it has hooks, which conversion drops"
-    if any(size % _MULTIPLE for size in sizes):
-        return f"sizes {sizes[0]} and {sizes[1]}, and the kernels take multiples of {_MULTIPLE}"
-    return "it shares its weight" if uses[id(module.weight)] > 1 else ""
+    if layer.in_features % multiple or layer.out_features % multiple:
+        return (
+            f"sizes {layer.in_features} and {layer.out_features}, and the kernels take multiples "
+            f"of {multiple}"
+        )
+    if uses[id(layer.weight)] > 1:
+        return "it shares its weight"
+    return ""
 
 
-def computes_in_float8(module: nn.Module) -> bool:
-    """Return whether this very module was converted by torchao."""
-    return any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
-
-
-def convert(model: nn.Module, level: PrecisionLevel) -> None:
-    """Let every linear layer of a model that can compute in float8, in place.
+def convert_linear_layers(model: nn.Module, level: PrecisionLevel) -> None:
+    """Convert every linear layer that the recipe of a level can compute, in place.
 
     Raises:
-        ConfigError: torchao is not installed, the model is itself a layer, or none can.
+        ConfigError: The library of the recipe is not installed, the model is itself a linear layer,
+            or no layer can be converted.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
+    recipe = _recipe(level)
+    layers = _linear_layers(model, recipe)
+    eligible = {name for name, reason in layers.items() if not reason}
+    if not eligible or "" in eligible:
+        reasons = "; ".join(
+            f"{name or 'the model itself'}: {reason}" for name, reason in layers.items()
+        )
         raise ConfigError(
-            f"{level.name} computes by torchao, which cannot be imported ({error}); install "
-            "distamp[fp8], or take bf16"
-        ) from error
-    layers = float8_layers(model)
-    if "" in layers or "" not in layers.values():
-        reasons = "; ".join(f"{name or 'the model itself'}: {why}" for name, why in layers.items())
-        raise ConfigError(
-            f"{level.name} finds no layer inside the model that can compute in float8 "
-            f"({reasons or 'it has no torch.nn.Linear'}); take bf16"
+            f"{level.name} finds no layer inside the model that can compute in {recipe.label} "
+            f"({reasons or 'it has no torch.nn.Linear'}). Use bf16."
         )
     device = next(model.parameters()).device
     if device.type == "meta":
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    emulate = not _has_kernels(device, level)
-    config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(str(level.float8)),
-        emulate=emulate,
-        enable_fsdp_float8_all_gather=level.float8_all_gather,
-    )
-    wanted = {name for name, why in layers.items() if not why}
-    convert_to_float8_training(
-        model, module_filter_fn=lambda _, name: name in wanted, config=config
-    )
-    for module in filter(computes_in_float8, model.modules()):
-        module.register_forward_pre_hook(_in_region)
-    how = f", emulated: this {device.type} has no kernels; right, and slow" if emulate else ""
-    severity = logging.WARNING if emulate else logging.INFO
-    _log.log(severity, "%d of %d linear layers compute in float8%s", len(wanted), len(layers), how)
+    emulate = not _has_kernels(recipe, device)
+    try:
+        recipe.convert(model, eligible, emulate=emulate, narrow_all_gather=level.float8_all_gather)
+    except ImportError as error:
+        package, extra = recipe.package
+        raise ConfigError(
+            f"{level.name} computes by {package}, which cannot be imported ({error}). Install "
+            f"{extra}, or use bf16."
+        ) from error
+    for module in model.modules():
+        if recipe.is_converted(module):
+            module.register_forward_pre_hook(_cast_input_for_autocast)
+    counts = f"{len(eligible)} of {len(layers)} linear layers compute in {recipe.label}"
+    if emulate:
+        _logger.warning(
+            "%s, emulated. This %s has no kernels for it, so results are right, and slow.",
+            counts,
+            device.type,
+        )
+    else:
+        _logger.info("%s.", counts)
 
 
-def _has_kernels(device: torch.device, level: PrecisionLevel) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return device.type == "cuda"
-    return torch.cuda.get_device_capability(device) >= _CAPABILITY[str(level.float8)]
+def _recipe(level: PrecisionLevel) -> LinearRecipe:
+    assert level.linear_recipe is not None
+    return LINEAR_RECIPES[level.linear_recipe]
 
 
-def check_kernels(models: Iterable[nn.Module], device: torch.device, level: PrecisionLevel) -> None:
-    """Refuse layers that were converted for another device than the one they compute on.
+def _has_kernels(recipe: LinearRecipe, device: torch.device) -> bool:
+    return recipe.has_kernels(device)
+
+
+def check_device_support(
+    models: Iterable[nn.Module], device: torch.device, level: PrecisionLevel
+) -> None:
+    """Refuse layers that were converted for another device than their present one.
 
     Raises:
-        ConfigError: They emulate float8 where there are kernels, or need kernels that are not.
+        ConfigError: Layers emulate on a device with kernels, or need kernels that the device does
+            not have.
     """
-    layers: list[Any] = [m for model in models for m in model.modules() if computes_in_float8(m)]
-    wrong = [layer for layer in layers if layer.config.emulate is _has_kernels(device, level)]
-    if wrong:
-        how = "emulated" if wrong[0].config.emulate else "by kernels"
+    recipe = _recipe(level)
+    has_kernels = _has_kernels(recipe, device)
+    num_wrong = 0
+    for model in models:
+        for module in model.modules():
+            if recipe.is_converted(module) and recipe.is_emulated(module) is has_kernels:
+                num_wrong += 1
+    if num_wrong:
+        converted = "by emulation" if has_kernels else "by kernels"
+        missing = "has kernels for it" if has_kernels else "has no kernels for it"
         raise ConfigError(
-            f"{len(wrong)} layers were converted to compute in float8 {how}, and the model is now "
-            f"on {device.type}, where that is otherwise; move the model to its device first, then "
-            "cast_model"
+            f"{num_wrong} layers were converted to compute in {recipe.label} {converted}, and the "
+            f"model is now on {device.type}, which {missing}. Move the model to its device first, "
+            "then call cast_model()."
         )
 
 
-def _in_region(module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Cast what comes in as the region would: Float8Linear asks for CUDA's region alone."""
+def _cast_input_for_autocast(module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Cast the input of a layer as its region would; torchao's layers look at CUDA's alone."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return None

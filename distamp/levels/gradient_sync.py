@@ -1,4 +1,4 @@
-"""GradientSync: when gradients are reduced between ranks, and which backward pass left them."""
+"""GradientSync: pauses in the reduction of gradients, and the backward passes in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from distamp.comm_hooks.torch_private import awaits_first_reduction, unwrap_compiled
 from distamp.errors import CallOrderError
 from distamp.fsdp_unit import FSDPUnit
-from distamp.levels.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, name_of
+from distamp.levels.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, wrapper_name
 
 __all__ = ["GradientSync"]
 
@@ -43,17 +43,19 @@ class GradientSync:
         self._pauses = 0
         self._accumulates = False
         self._units: list[Any] = [
-            module for model in plain for module in model.modules() if name_of(module) == FSDP2
+            module for model in plain for module in model.modules() if wrapper_name(module) == FSDP2
         ]
-        self._wrappers: list[Any] = [each for model in plain for each in _with_no_sync(model)]
+        self._wrappers: list[Any] = []
+        for model in plain:
+            self._wrappers.extend(_with_no_sync(model))
         self._decides_in_backward = bool(self._units) or any(
-            name_of(wrapper) != DDP for wrapper in self._wrappers
+            wrapper_name(wrapper) != DDP for wrapper in self._wrappers
         )
         self._outputs = _DDPOutputs(models)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave gradients unreduced in what runs inside, forward and backward.
+        """Leave gradients unreduced in forward and backward passes inside of the block.
 
         The state from before is restored at the end, also after an exception. DDP with
         ``static_graph=True`` is not paused before it has reduced gradients once, because torch
@@ -61,7 +63,7 @@ class GradientSync:
         """
         with contextlib.ExitStack() as stack:
             for wrapper in self._wrappers:
-                if name_of(wrapper) == DDP and awaits_first_reduction(wrapper):
+                if wrapper_name(wrapper) == DDP and awaits_first_reduction(wrapper):
                     continue
                 region = wrapper.no_sync()
                 region.__enter__()
@@ -115,11 +117,11 @@ class GradientSync:
 class _DDPOutputs:
     """Watches the outputs of DistributedDataParallel.
 
-    torch reduces gradients in the first backward pass through an output and leaves those of a
-    second one as each rank has them, so that the ranks diverge silently.
+    torch reduces gradients in the first backward pass through an output, and does not reduce the
+    gradients of a second pass, so that the ranks diverge silently.
 
     Args:
-        models: Those that contain DistributedDataParallel are watched.
+        models: Models without DistributedDataParallel are ignored.
 
     Attributes:
         paused: Whether a forward pass that runs now is not to be reduced.
@@ -134,7 +136,7 @@ class _DDPOutputs:
         self.left_unreduced = False
         self._pass: object | None = None
         for model in models:
-            wrappers = [module for module in model.modules() if name_of(module) == DDP]
+            wrappers = [module for module in model.modules() if wrapper_name(module) == DDP]
             if wrappers:
                 model.register_forward_hook(functools.partial(self._watch, wrappers))
 
@@ -161,9 +163,10 @@ class _DDPOutputs:
                 reduced_in.add(self._pass)
             if len(reduced_in) > 1:
                 raise CallOrderError(
-                    "a second backward() through one forward pass of DistributedDataParallel: it "
-                    "reduces the first alone, and the ranks would part. Add the losses up before "
-                    "backward(), or run the forward pass once for each"
+                    "This is a second backward() through one forward pass of "
+                    "DistributedDataParallel, which reduces gradients only in the first, so the "
+                    "ranks would diverge. Add the losses before backward(), or run the forward "
+                    "pass once for each backward()."
                 )
 
         for leaf in tree_leaves(output):
@@ -172,8 +175,8 @@ class _DDPOutputs:
 
 
 def _with_no_sync(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules whose ``no_sync()`` pauses all that is inside of them."""
-    if name_of(module) in (DDP, FSDP1, SHARDED_DDP) or hasattr(module, "no_sync"):
+    """Yield the outermost modules with a ``no_sync()``, which pauses the modules inside, too."""
+    if wrapper_name(module) in (DDP, FSDP1, SHARDED_DDP) or hasattr(module, "no_sync"):
         yield module
         return
     for child in module.children():

@@ -1,4 +1,4 @@
-"""initialize: from a model, its optimizers and a level to something that trains."""
+"""initialize: a model and its optimizers, prepared to train at a level of precision."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distamp.autocast import DataParallel, OpLists, autocast
+from distamp.comm_hooks import CommHook
 from distamp.comm_hooks.registration import hook_of, register_comm_hook
 from distamp.errors import ConfigError
 from distamp.guard import StepGuard
 from distamp.levels.amp import Amp
-from distamp.levels.casting import chosen_level, prepare
-from distamp.levels.checks import check
-from distamp.levels.kept import Pins, match_patterns, pin_all, return_model_dtype
-from distamp.levels.rank_setup import (
-    compare_setups,
-    idle_optimizers,
-    setup_of,
-    unmatched_on_some,
+from distamp.levels.casting import apply_level, resolve_level_argument
+from distamp.levels.fp32_modules import (
+    ModulePrecisions,
+    apply_module_precisions,
+    cast_outputs_to_model_dtype,
+    match_patterns,
 )
-from distamp.levels.wrappers import Wrapping, recognise
+from distamp.levels.rank_setup import (
+    compare_rank_setups,
+    idle_optimizers,
+    make_rank_setup,
+    unmatched_patterns_text,
+)
+from distamp.levels.validate import validate
+from distamp.levels.wrappers import WrapperInfo, inspect_wrapper
 from distamp.optim_utils import params_of
 from distamp.precision_level import LevelLike, PrecisionLevel
 from distamp.process_group import resolve_process_group
@@ -49,7 +55,7 @@ _LEVEL_EXAMPLE = (
 )
 # The first loss scale of a scaler in torch and here.
 _FIRST_SCALE = 2.0**16
-_logger = logging.getLogger("distamp.initialize")
+_logger = logging.getLogger("distamp.levels")
 
 
 def initialize(
@@ -73,10 +79,10 @@ def initialize(
 ) -> Amp:
     """Prepare a model and its optimizers for training at a level of precision.
 
-    Like ``apex.amp.initialize``, but in every layout and without patching: DDP, FSDP1, FSDP2,
-    fairscale's ShardedDataParallel and DataParallel are recognised. A model that is plain or in
-    DataParallel is cast in place. Under DDP, call `cast_model` before wrapping. Under FSDP, fp16-O2
-    is its own mixed precision. Where it is otherwise, the error gives the right order.
+    Like ``apex.amp.initialize``, but without patching, and for models in DDP, FSDP1, FSDP2,
+    fairscale's ShardedDataParallel and DataParallel. The call casts a model in place if it is plain
+    or in DataParallel. Under DDP, call `cast_model` before wrapping. Under FSDP, fp16-O2 is FSDP's
+    own mixed precision. If a model does not fit, the error gives the right order of calls.
 
     Collective: every rank of `process_group` must call this. With ``optimizers=None`` it sends
     nothing. A rank that refuses its arguments makes every rank raise.
@@ -84,8 +90,8 @@ def initialize(
     Args:
         model: The model that you call, wrapped or not; or several.
         optimizers: One or several, over parameters of the models. An empty list for a rank that
-            trains nothing beside others that train, such as a frozen pipeline stage: it takes part
-            in every message of `Amp.step`. None to only run the model; then nothing is sent.
+            trains nothing, such as a frozen pipeline stage, if other ranks train: the rank takes
+            part in every message of `Amp.step`. None to only run the model; then nothing is sent.
         level: The level, as `PrecisionLevel.from_name` takes it, such as ``"bf16"``. There is no
             default.
         opt_level: Apex's name of ``level``.
@@ -94,7 +100,7 @@ def initialize(
         loss_scale: Replaces the loss scale of the level: a constant number, ``"dynamic"``, or a
             `LossScale` such as ``DynamicLossScale(growth_interval=500)``.
         module_precision: Modules in a precision of their own, as in `cast_model`: shell patterns
-            over module names, without those of wrappers. Give both the same, and all ranks the
+            over module names without wrappers. Give both the same, and all ranks the
             same.
         init_scale: The first value of a dynamic loss scale.
         max_consecutive_skips: See `DistGradScaler`.
@@ -121,72 +127,89 @@ def initialize(
     for name in unknown:
         raise _unexpected_argument(name)
     models = _as_tuple("model", model, nn.Module)
-    stepped = _as_tuple("optimizers", optimizers, torch.optim.Optimizer)
+    optimizers_given = optimizers is not None
+    optimizers = _as_tuple("optimizers", optimizers, torch.optim.Optimizer)
     level = PrecisionLevel.from_name(
-        chosen_level("initialize", level, opt_level, _LEVEL_EXAMPLE),
+        resolve_level_argument("initialize", level, opt_level, _LEVEL_EXAMPLE),
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         loss_scale=_loss_scale_of_level(loss_scale, init_scale),
         module_precision=module_precision,
     )
     loss_scale_rule, first_scale = _loss_scale_rule(level, loss_scale, init_scale)
-    wrappings = tuple(map(recognise, models))
-    if op_lists is not None and not level.autocasts:
-        raise ConfigError(
-            f"op_lists= lists the ops that autocast casts, and {level.name} casts none. Take fp16 "
-            "or bf16, or choose modules by module_precision=."
-        )
-    pins, unmatched = match_patterns(models, level)
-    device, refused = "", None
+    wrappers = tuple(map(inspect_wrapper, models))
+    precisions, unmatched = match_patterns(models, level)
+
+    # Every rank checks its arguments before any rank changes anything.
+    device, error = "", None
     try:
-        device = check(models, wrappings, stepped, level, pins, comm_hook, replicas, op_lists)
-    except Exception as error:
-        refused = error
-    mine = setup_of(level.pins, unmatched, stepped, refused)
-    setups = compare_setups(
-        mine, refused, resolve_process_group(process_group), optimizers is not None
+        device = validate(
+            models, wrappers, optimizers, level, precisions, comm_hook, replicas, op_lists
+        )
+    except Exception as raised:
+        error = raised
+    setups = compare_rank_setups(
+        make_rank_setup(level.pins, unmatched, optimizers, error),
+        error,
+        resolve_process_group(process_group),
+        optimizers_given,
     )
-    settings: dict[str, Any] = {
+    idle = () if optimizers else idle_optimizers(setups, device)
+
+    guard_settings: dict[str, Any] = {
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
-        "named_parameters": [
-            pair for m in models for pair in (*m.named_parameters(), *m.named_buffers())
-        ],
+        "named_parameters": _named_tensors(models),
     }
-    fp16_grads: Any = "inplace" if level.casts_model else "error"
-    scaler: DistGradScaler | StepGuard = (
-        DistGradScaler(
+    scaler: DistGradScaler | StepGuard
+    if level.scales:
+        scaler = DistGradScaler(
             device,
             first_scale,
             loss_scale=loss_scale_rule,
-            fp16_grads="master" if level.master_weights else fp16_grads,
-            **settings,
+            fp16_grads=_fp16_grads(level),
+            **guard_settings,
         )
-        if level.scales
-        else StepGuard(**settings)
-    )
-    idle = () if stepped else idle_optimizers(setups, device)
-    scaler.register_optimizers(*stepped, *idle)
-    dtype = level.compute if level.autocasts else None
-    lists = _lists_of(models, op_lists) if device == "cpu" and level.autocasts else op_lists
-    region = autocast(device, dtype, level.autocasts, cache_enabled, ops=lists)
-    # Before masters are made, as it may refuse.
-    hooks = tuple(
-        hook_of(each)
-        if comm_hook is None
-        else register_comm_hook(each, comm_hook, replicas=replicas)
-        for each in models
-    )
-    _change(models, wrappings, stepped, level, pins)
-    made = tuple(state for state in hooks if state is not None)
-    for state in made if scaler.is_enabled() else ():
-        scaler.attach_comm_hook(state)
-    # A hook averages copies of shards, of which their mesh says nothing.
-    shard_group_fn = None if replicas is None else lambda p: getattr(p, "device_mesh", None)
-    lines = unmatched_on_some(setups)
-    for line in lines:
-        _logger.info(line)
-    return Amp(models, stepped, level, scaler, region, made, shard_group_fn, idle, lines)
+    else:
+        scaler = StepGuard(**guard_settings)
+    scaler.register_optimizers(*optimizers, *idle)
+    region = _make_region(models, level, device, op_lists, cache_enabled)
+    # Hooks are registered before the models change, because a registration may be refused.
+    comm_hooks = _register_comm_hooks(models, comm_hook, replicas)
+    _apply_level(models, wrappers, level, precisions)
+    if level.master_weights:
+        _make_masters(optimizers, wrappers, level)
+    if scaler.is_enabled():
+        for hook in comm_hooks:
+            scaler.attach_comm_hook(hook)
+    shard_group_fn = None
+    if replicas is not None:
+        # The mesh of a DTensor does not contain the copies of shards that the hook averages.
+        shard_group_fn = _mesh_of
+    notes = unmatched_patterns_text(setups)
+    for note in notes:
+        _logger.info(note)
+    return Amp(models, optimizers, level, scaler, region, comm_hooks, shard_group_fn, idle, notes)
+
+
+def _named_tensors(models: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of all models with their names, for messages."""
+    tensors: list[tuple[str, Tensor]] = []
+    for model in models:
+        tensors.extend(model.named_parameters())
+        tensors.extend(model.named_buffers())
+    return tensors
+
+
+def _fp16_grads(level: PrecisionLevel) -> Literal["master", "inplace", "error"]:
+    """Return the rule of the scaler for float16 gradients at a level."""
+    if level.master_weights:
+        return "master"
+    return "inplace" if level.casts_model else "error"
+
+
+def _mesh_of(param: Tensor) -> Any:
+    return getattr(param, "device_mesh", None)
 
 
 def _unexpected_argument(name: str) -> TypeError:
@@ -198,46 +221,79 @@ def _unexpected_argument(name: str) -> TypeError:
     return TypeError(f"{message}. Did you mean {similar[0]!r}?" if similar else message)
 
 
-def _lists_of(models: Sequence[nn.Module], op_lists: OpLists | None) -> OpLists | None:
-    """Return the lists of a CPU's region; with norms in fp32, as for CUDA, where kernels need it.
-
-    They take weights in half precision, as a frozen base has them, with inputs of that dtype alone.
-    """
-    norms = (
-        m for each in models for m in each.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)
-    )
-    half = any(p.dtype.itemsize == 2 for norm in norms for p in norm.parameters(recurse=False))
-    return (
-        OpLists(fp32={"layer_norm", "group_norm"}) | (op_lists or OpLists()) if half else op_lists
-    )
-
-
-def _change(
+def _make_region(
     models: Sequence[nn.Module],
-    wrappings: Sequence[Wrapping],
-    optimizers: Sequence[torch.optim.Optimizer],
     level: PrecisionLevel,
-    pins: Pins,
-) -> None:
-    """Set the precision of modules, cast plain models, and make masters of half precision."""
-    for model, wrapping in zip(models, wrappings, strict=True):
-        if wrapping.policies:
-            pin_all(wrapping.inner, pins, level.param)
-            if not level.autocasts:
-                return_model_dtype(wrapping.inner, pins, level.param)
+    device: str,
+    op_lists: OpLists | None,
+    cache_enabled: bool | None,
+) -> autocast:
+    """Return the autocast region of a level, which is disabled at levels that do not autocast."""
+    dtype = level.compute if level.autocasts else None
+    if device == "cpu" and level.autocasts and _has_half_norms(models):
+        # A CPU's norms need inputs in the dtype of their weights, which a region does not cast.
+        norms_in_fp32 = OpLists(fp32={"layer_norm", "group_norm"})
+        op_lists = norms_in_fp32 if op_lists is None else norms_in_fp32 | op_lists
+    return autocast(device, dtype, level.autocasts, cache_enabled, ops=op_lists)
+
+
+def _has_half_norms(models: Sequence[nn.Module]) -> bool:
+    """Return whether a model has a norm in half precision, such as one of a frozen base."""
+    for model in models:
+        for module in model.modules():
+            if not isinstance(module, nn.LayerNorm | nn.GroupNorm):
+                continue
+            if any(param.dtype.itemsize == 2 for param in module.parameters(recurse=False)):
+                return True
+    return False
+
+
+def _register_comm_hooks(
+    models: Sequence[nn.Module], comm_hook: str | None, replicas: ProcessGroup | None
+) -> tuple[CommHook, ...]:
+    """Register the hook on every model, or return the hooks that the models have already."""
+    hooks: list[CommHook] = []
+    for model in models:
+        if comm_hook is None:
+            hook = hook_of(model)
         else:
-            prepare(wrapping.inner, level, pins)
+            hook = register_comm_hook(model, comm_hook, replicas=replicas)
+        if hook is not None:
+            hooks.append(hook)
+    return tuple(hooks)
+
+
+def _apply_level(
+    models: Sequence[nn.Module],
+    wrappers: Sequence[WrapperInfo],
+    level: PrecisionLevel,
+    precisions: ModulePrecisions,
+) -> None:
+    """Set the precision of modules, and cast the models that FSDP does not cast itself."""
+    for model, wrapper in zip(models, wrappers, strict=True):
+        if wrapper.policies:
+            apply_module_precisions(wrapper.inner, precisions, level.param)
+            if not level.autocasts:
+                cast_outputs_to_model_dtype(wrapper.inner, precisions, level.param)
+        else:
+            apply_level(wrapper.inner, level, precisions)
         if level.autocasts and type(model) is nn.DataParallel:
-            # torch's replicas know whether autocast is on, and not in which dtype.
+            # torch's replicas inherit that autocast is on, and not its dtype.
             model.__class__ = DataParallel
-    if not level.master_weights:
-        return
-    # Where FSDP casts by its own mixed precision, no optimizer ever holds half precision. Elsewhere
-    # add_param_group may bring the first half-precision parameters later.
-    cast = not any(wrapping.policies for wrapping in wrappings)
+
+
+def _make_masters(
+    optimizers: Sequence[torch.optim.Optimizer],
+    wrappers: Sequence[WrapperInfo],
+    level: PrecisionLevel,
+) -> None:
+    """Make the masters of every optimizer that has half-precision parameters, now or later."""
+    # If FSDP casts by its own mixed precision, no optimizer ever has half-precision parameters.
+    # Otherwise add_param_group may bring the first ones later.
+    fsdp_casts = any(wrapper.policies for wrapper in wrappers)
     for optimizer in optimizers:
-        half = any(p.dtype.itemsize == 2 for p in params_of(optimizer))
-        if (half or cast) and masters_of(optimizer) is None:
+        has_half = any(param.dtype.itemsize == 2 for param in params_of(optimizer))
+        if (has_half or not fsdp_casts) and masters_of(optimizer) is None:
             split = level.master_weights == "split"
             MasterParameters(optimizer, split=split, allow_empty=True)
 

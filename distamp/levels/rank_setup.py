@@ -1,4 +1,4 @@
-"""RankSetup: the arguments of `initialize` on one rank, which all ranks compare in one message."""
+"""RankSetup: the arguments of `initialize` on one rank, compared between ranks in one message."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from torch.distributed import ProcessGroup
 
 from distamp.error_text import lines_by_rank, ranks_text
 from distamp.errors import RankMismatchError
-from distamp.levels.kept import unmatched_everywhere
+from distamp.levels.fp32_modules import refuse_unmatched_patterns
 from distamp.optim_utils import unwrap_optimizer
 
-__all__ = ["RankSetup", "compare_setups", "idle_optimizers", "setup_of", "unmatched_on_some"]
+__all__ = [
+    "RankSetup",
+    "compare_rank_setups",
+    "idle_optimizers",
+    "make_rank_setup",
+    "unmatched_patterns_text",
+]
 
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What one rank gives to `initialize`.
+    """The arguments of one rank to `initialize`.
 
     Args:
         pins: The patterns of ``module_precision=``, each with its precision.
-        unmatched: The patterns that match no module of this rank, each with the nearest names.
+        unmatched: The patterns that match no module of this rank, each with the most similar names.
         optimizers: The class names of the optimizers.
-        error: Type and text of the error with which this rank refuses its arguments.
+        error: Class and text of the error that refuses the arguments of this rank.
     """
 
     pins: tuple[tuple[str, str], ...]
@@ -35,7 +41,7 @@ class RankSetup:
     error: tuple[type[Exception], str] | None = None
 
 
-def setup_of(
+def make_rank_setup(
     pins: tuple[tuple[str, str], ...],
     unmatched: Mapping[str, Sequence[str]],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -47,72 +53,77 @@ def setup_of(
     return RankSetup(pins, unmatched, names, portable)
 
 
-def compare_setups(
-    mine: RankSetup, error: Exception | None, group: ProcessGroup | None, trains: bool
+def compare_rank_setups(
+    setup: RankSetup, error: Exception | None, group: ProcessGroup | None, trains: bool
 ) -> dict[int, RankSetup]:
     """Return the setup of every rank, by its number in the default group.
 
-    Collective: every rank of the group must call this, if it trains. A model that is only run
-    sends nothing, so that one rank may have it alone.
+    Collective: every rank of the group must call this if it trains. A model that is only run sends
+    nothing, so that a single rank may have it.
 
     Args:
-        mine: Of this rank.
-        error: The error of ``mine``, which this rank raises as it is.
-        group: The ranks that have a part of the models; None for a process alone.
-        trains: Whether the rank was given optimizers, also if these are none.
+        setup: The setup of this rank.
+        error: The error of ``setup``, which this rank raises unchanged.
+        group: The ranks that have a part of the models; None for a single process.
+        trains: Whether the rank was given optimizers, or an empty list of them.
 
     Raises:
-        RankMismatchError: Ranks have different patterns, or a rank does not come.
+        RankMismatchError: Ranks have different patterns, or a rank does not call this.
         ConfigError: A pattern matches no module on any rank.
         Exception: The error of some rank, on every rank.
     """
     if group is not None and not trains:
         if error is not None:
             raise error
-        return {dist.get_rank(): mine}
-    setups = {0: mine} if group is None else _gather(mine, group)
-    patterns = {rank: dict(setup.pins) for rank, setup in setups.items()}
-    if any(setup.pins != mine.pins for setup in setups.values()):
-        fix = (
-            "Pass the same patterns in the same order on every rank, also on a pipeline stage that "
-            "has none of their modules. A pattern needs a matching module on one rank only."
-        )
-        lines = lines_by_rank(_differing_patterns(patterns))
-        raise RankMismatchError("\n".join(["The ranks differ in module_precision=.", *lines, fix]))
-    for rank, setup in setups.items():
-        if setup.error is not None:
-            kind, text = setup.error
-            raise error or kind(f"{text} (raised on rank {rank}; every rank stops here)")
-    unmatched_everywhere([setup.unmatched for setup in setups.values()])
+        return {dist.get_rank(): setup}
+    setups = {0: setup}
+    if group is not None:
+        setups = _gather(setup, group)
+    _refuse_different_patterns(setups)
+    for rank, rank_setup in setups.items():
+        if rank_setup.error is not None:
+            error_class, text = rank_setup.error
+            raise error or error_class(f"{text} (raised on rank {rank}; every rank stops here)")
+    refuse_unmatched_patterns([rank_setup.unmatched for rank_setup in setups.values()])
     return setups
+
+
+def _refuse_different_patterns(setups: Mapping[int, RankSetup]) -> None:
+    if len({setup.pins for setup in setups.values()}) == 1:
+        return
+    patterns = {rank: dict(setup.pins) for rank, setup in setups.items()}
+    lines = lines_by_rank(_differing_patterns(patterns))
+    fix = (
+        "Pass the same patterns in the same order on every rank, also on a pipeline stage that "
+        "has none of their modules. A pattern needs a matching module on one rank only."
+    )
+    raise RankMismatchError("\n".join(["The ranks differ in module_precision=.", *lines, fix]))
 
 
 def _differing_patterns(patterns: Mapping[int, dict[str, str]]) -> list[tuple[int, str]]:
     """Return pairs of a rank and the text of its patterns that some rank lacks."""
-    common: set[tuple[str, str]] | None = None
-    for pins in patterns.values():
-        items = set(pins.items())
-        common = items if common is None else common & items
-    assert common is not None
+    common = set.intersection(*(set(pins.items()) for pins in patterns.values()))
+    if all(len(pins) == len(common) for pins in patterns.values()):  # Only their order differs.
+        return [(rank, f"module_precision={pins}") for rank, pins in patterns.items()]
     texts = []
     for rank, pins in patterns.items():
         text = "no such pattern"
-        differing = {pattern: pins[pattern] for pattern in pins}
-        for pattern, _ in common:
-            del differing[pattern]
+        differing = {
+            pattern: precision
+            for pattern, precision in pins.items()
+            if (pattern, precision) not in common
+        }
         if differing:
             text = f"module_precision={differing}"
         texts.append((rank, text))
-    if all(len(pins) == len(common) for pins in patterns.values()):  # Only their order differs.
-        return [(rank, f"module_precision={pins}") for rank, pins in patterns.items()]
     return texts
 
 
-def _gather(mine: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
+def _gather(setup: RankSetup, group: ProcessGroup) -> dict[int, RankSetup]:
     ranks = dist.get_process_group_ranks(group)
-    gathered: list[RankSetup] = [mine] * len(ranks)
+    gathered: list[RankSetup] = [setup] * len(ranks)
     try:
-        dist.all_gather_object(gathered, mine, group=group)
+        dist.all_gather_object(gathered, setup, group=group)
     except RuntimeError as error:
         raise RankMismatchError(
             f"Rank {dist.get_rank()} waited in initialize() for the other ranks, and one of them "
@@ -129,17 +140,23 @@ def idle_optimizers(
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return optimizers for a rank that trains nothing, so that it takes part in every message.
 
-    Ranks compare the class names of the optimizers in a call, so these have the names of the
-    optimizers of a rank that trains. Each has one parameter that never gets a gradient.
+    Ranks compare the class names of the optimizers in a call, so these optimizers have the class
+    names of a rank that trains. Each has one parameter that never gets a gradient.
     """
-    names = next((setup.optimizers for setup in setups.values() if setup.optimizers), ())
-    return tuple(
-        type(name, (torch.optim.SGD,), {})([nn.Parameter(torch.zeros(1, device=device))], lr=0.0)
-        for name in names
-    )
+    names: tuple[str, ...] = ()
+    for setup in setups.values():
+        if setup.optimizers:
+            names = setup.optimizers
+            break
+    optimizers: list[torch.optim.Optimizer] = []
+    for name in names:
+        idle_class = type(name, (torch.optim.SGD,), {})
+        param = nn.Parameter(torch.zeros(1, device=device))
+        optimizers.append(idle_class([param], lr=0.0))
+    return tuple(optimizers)
 
 
-def unmatched_on_some(setups: Mapping[int, RankSetup]) -> tuple[str, ...]:
+def unmatched_patterns_text(setups: Mapping[int, RankSetup]) -> tuple[str, ...]:
     """Return a line for each pattern that matches no module on some of the ranks."""
     lines = []
     for pattern, _ in next(iter(setups.values())).pins:

@@ -36,13 +36,13 @@ def check_weight_copies(
 
     A checkpoint keeps one tensor for each name and place in it. Replicas hold equal bits there, and
     shards of a DTensor lie in different places. Plain experts and equally named pipeline stages
-    have one name and different values, all but one of which a checkpoint would lose.
+    have one name and different values, and a checkpoint would keep one value only.
 
     Collective: every rank of ``process_group`` must call this.
 
     Args:
         weights: By name, plain tensors and DTensors.
-        error: The exception that this rank raises, of which the others learn here.
+        error: The exception that this rank raises, or None. The other ranks then raise, too.
         process_group: The ranks to compare; see `distamp.process_group.resolve`.
 
     Raises:
@@ -91,15 +91,20 @@ def _raise_conflict(
 
     Collective: every rank of ``group`` must call this.
     """
-    names = [(name, conflicts[key]) for name in weights if (key := _digest(name)) in conflicts]
+    first_conflict: tuple[str, tuple[int, int]] | None = None
+    for weight_name in weights:
+        digest = _digest(weight_name)
+        if digest in conflicts:
+            first_conflict = weight_name, conflicts[digest]
+            break
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, names[:1], group=group)
-    name, (first_rank, second_rank) = next(pair for pairs in gathered for pair in pairs)
+    dist.all_gather_object(gathered, first_conflict, group=group)
+    name, (first_rank, second_rank) = next(conflict for conflict in gathered if conflict)
     number = len(conflicts)
-    others = "" if number == 1 else f" (and under {number - 1} more)"
+    more = "" if number == 1 else f" (and under {number - 1} more)"
     raise ConfigError(
-        f"amp.flat_state_dict() has one place for {name!r}, and ranks {first_rank} and "
-        f"{second_rank} hold different weights under that name{others}. A checkpoint would keep "
+        f"A flat state has one place for {name!r}, and ranks {first_rank} and "
+        f"{second_rank} hold different weights under that name{more}. A checkpoint would keep "
         "one of them. Such weights are experts or shards that are plain tensors, pipeline stages "
         "whose modules have the same names, or replicas that have diverged. Give the modules of "
         f"different stages different names, or save {SEPARATE_STATES} in a file for each rank. To "

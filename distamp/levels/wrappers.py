@@ -1,4 +1,4 @@
-"""How a model is wrapped: what stands around it, and what that casts."""
+"""The wrapper of a model, and the dtypes to which FSDP's own mixed precision casts its parts."""
 
 from __future__ import annotations
 
@@ -11,38 +11,43 @@ from distamp.fsdp_unit import FSDPUnit
 from distamp.grads import is_dtensor
 
 __all__ = [
+    "DATA_PARALLEL",
     "DDP",
     "FSDP1",
     "FSDP2",
     "SHARDED_DDP",
-    "Wrapping",
-    "casting_units",
+    "WrapperInfo",
+    "casting_fsdp_unit_by_module",
     "compute_device",
-    "name_of",
-    "recognise",
-    "units_of",
+    "fsdp_unit_by_module",
+    "inspect_wrapper",
+    "wrapper_name",
 ]
 
-DDP, SHARDED_DDP = "DistributedDataParallel", "fairscale's ShardedDataParallel"
-FSDP1, FSDP2 = "FullyShardedDataParallel", "fully_shard"
-# By package and class, so that nothing is imported to look for it.
+DDP = "DistributedDataParallel"
+DATA_PARALLEL = "DataParallel"
+FSDP1 = "FullyShardedDataParallel"
+FSDP2 = "fully_shard"
+SHARDED_DDP = "fairscale's ShardedDataParallel"
+
+# By package and class, so that no package is imported to look for its class.
 _NAMES = {
     ("torch", "FSDPModule"): FSDP2,
     ("torch", "FullyShardedDataParallel"): FSDP1,
     ("torch", "DistributedDataParallel"): DDP,
-    ("torch", "DataParallel"): "DataParallel",
+    ("torch", "DataParallel"): DATA_PARALLEL,
     ("fairscale", "ShardedDataParallel"): SHARDED_DDP,
 }
 
 
-class Wrapping(NamedTuple):
-    """One model and what stands around it.
+class WrapperInfo(NamedTuple):
+    """The wrapper of one model.
 
     Args:
-        name: Of the wrapper; None for a plain model.
-        inner: The user's own module, whose forward is the model's.
-        policies: In which dtypes FSDP's own mixed precision gathers parameters and reduces
-            gradients, for each part that it casts.
+        name: The name of the wrapper, or None for a plain model.
+        inner: The user's own module without the wrapper.
+        policies: For each part that FSDP's own mixed precision casts, the dtype of the gathered
+            parameters and the dtype of the reduced gradients.
     """
 
     name: str | None
@@ -50,70 +55,83 @@ class Wrapping(NamedTuple):
     policies: frozenset[tuple[torch.dtype, torch.dtype | None]]
 
 
-def name_of(module: nn.Module) -> str | None:
-    """Return what this very module is as a wrapper; None where it is none."""
-    kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(module).__mro__]
-    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
+def wrapper_name(module: nn.Module) -> str | None:
+    """Return the name of the wrapper that this very module is, or None."""
+    for cls in type(module).__mro__:
+        package = cls.__module__.split(".")[0]
+        name = _NAMES.get((package, cls.__name__))
+        if name is not None:
+            return name
+    return None
 
 
-def recognise(model: nn.Module) -> Wrapping:
-    """Return what stands around ``model``: DDP, FSDP1, FSDP2, OSS's wrapper, DataParallel, nothing.
+def inspect_wrapper(model: nn.Module) -> WrapperInfo:
+    """Return the wrapper of a model: DDP, FSDP1, FSDP2, fairscale's, DataParallel, or none.
 
-    A model of which only parts are sharded counts as sharded, and is its own inner module.
+    A model with sharded parts counts as sharded, and is its own inner module.
     """
     model = _uncompiled(model)
-    parts = [part for part in model.modules() if name_of(part)]
-    name = name_of(parts[0]) if parts else None
-    wraps = parts[:1] == [model] and name != FSDP2
-    inner = _uncompiled(model.get_submodule("module")) if wraps else model
-    policies = frozenset((dtype, _policy(p)[1]) for p in parts if (dtype := _policy(p)[0]))
-    return Wrapping(name, inner, policies)
+    wrappers = [module for module in model.modules() if wrapper_name(module) is not None]
+    if not wrappers:
+        return WrapperInfo(None, model, frozenset())
+    name = wrapper_name(wrappers[0])
+    inner = model
+    if wrappers[0] is model and name != FSDP2:
+        inner = _uncompiled(model.get_submodule("module"))
+    policies: set[tuple[torch.dtype, torch.dtype | None]] = set()
+    for wrapper in wrappers:
+        param_dtype, reduce_dtype = _policy(wrapper)
+        if param_dtype is not None:
+            policies.add((param_dtype, reduce_dtype))
+    return WrapperInfo(name, inner, frozenset(policies))
 
 
 def compute_device(model: nn.Module) -> torch.device | None:
-    """Return where a model computes, which under CPU offload is not where its parameters rest.
+    """Return the device on which a model computes; None for a model without parameters.
 
-    None for a model without parameters. Of a DTensor it is the device type of its mesh.
+    Under CPU offload, parameters rest on another device. The device of a DTensor is the device type
+    of its mesh.
     """
-    for part in model.modules():
-        if name_of(part) == FSDP1:
-            return part.compute_device  # type: ignore[return-value]
+    for module in model.modules():
+        if wrapper_name(module) == FSDP1:
+            return module.compute_device  # type: ignore[return-value]
     first = next(model.parameters(), None)
     if is_dtensor(first):
         return torch.device(first.device_mesh.device_type)
     return None if first is None else first.device
 
 
-def units_of(
-    module: nn.Module, around: nn.Module | None = None
+def fsdp_unit_by_module(
+    module: nn.Module, outer_unit: nn.Module | None = None
 ) -> dict[nn.Module, nn.Module | None]:
-    """Return every module with the unit of FSDP that has its weights, if any.
+    """Return each module with the unit of FSDP that has its parameters, or None.
 
     Args:
-        module: Where to begin.
-        around: The unit that it is in.
+        module: The root of the search.
+        outer_unit: The unit around the root.
     """
-    around = module if name_of(module) in (FSDP1, FSDP2) else around
-    found = {module: around}
+    unit = module if wrapper_name(module) in (FSDP1, FSDP2) else outer_unit
+    units = {module: unit}
     for child in module.children():
-        found |= units_of(child, around)
-    return found
+        units.update(fsdp_unit_by_module(child, unit))
+    return units
 
 
-def casting_units(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
-    """Return every module with the unit of FSDP whose mixed precision casts its weights, if any."""
-    return {
-        module: None if unit is None or _policy(unit)[0] in (None, torch.float32) else unit
-        for module, unit in units_of(model).items()
-    }
+def casting_fsdp_unit_by_module(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
+    """Return each module with the unit of FSDP that casts its parameters to half precision."""
+    casting_units: dict[nn.Module, nn.Module | None] = {}
+    for module, unit in fsdp_unit_by_module(model).items():
+        casts = unit is not None and _policy(unit)[0] not in (None, torch.float32)
+        casting_units[module] = unit if casts else None
+    return casting_units
 
 
 def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the dtypes that FSDP gathers and reduces one module in; None for the parameters'.
+    """Return the dtypes in which FSDP gathers and reduces one module; None for the parameters'.
 
-    What is reduced in the parameters' own dtype is taken for float32, which FSDP2's masters are.
+    A reduction in the parameters' own dtype counts as float32, the dtype of FSDP2's shards.
     """
-    if name_of(module) == FSDP2:
+    if wrapper_name(module) == FSDP2:
         unit = FSDPUnit(module)
         return unit.param_dtype, unit.reduce_dtype(torch.float32)
     policy: Any = getattr(module, "mixed_precision", None)

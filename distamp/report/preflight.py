@@ -98,7 +98,7 @@ def preflight(
         raise TypeError(f"preflight takes the model, a torch.nn.Module, got {type(model).__name__}")
     autocast_key(device_type)
     level = PrecisionLevel.from_name(level)
-    if not level.autocasts or level.float8 is not None:
+    if not level.autocasts or level.linear_recipe is not None:
         raise ConfigError(
             f"preflight() shows the casts of an autocast region, and {level.name} is not one of "
             "its levels. Pass level='fp16' or level='bf16'."

@@ -296,14 +296,14 @@ def judge(level_name: str, layout: str, extra: str, answers: list[tuple[str, Any
         sum((a - b).square().sum().item() for a, b in zip(one, other, strict=True)) ** 0.5
         for one, other in ((found, wanted), (wanted, before), (wanted, zeros))
     )
-    allowed = (8 * eps if level.float8 is None else 0.3) * moved + stored * size
+    allowed = (8 * eps if level.linear_recipe is None else 0.3) * moved + stored * size
     # bfloat16 itself is off by less than half of the least that float8 is.
-    least = 0.0 if level.float8 is None else 2.0**-6 * moved
+    least = 0.0 if level.linear_recipe is None else 2.0**-6 * moved
     if not least <= off <= allowed:
         said = f"off by {off:.3g}, not {least:.3g} to {allowed:.3g}, of a step of {moved:.3g}"
         return Outcome("wrong", said)
     # Compiled, emulated products of float8 are in float32.
-    emulated = level.float8 is not None and extra == "compile"
+    emulated = level.linear_recipe is not None and extra == "compile"
     expected = {"compute": "fp32"} if extra == "op lists" or emulated else {}
     if broken != expected:
         return Outcome("wrong", f"the level's contract is broken: {broken}")

@@ -87,11 +87,11 @@ def test_a_layer_takes_bf16_as_in_a_region_of_cudas(level):
 
 
 def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monkeypatch):
-    with caplog.at_level(logging.WARNING, "distamp.initialize"):
+    with caplog.at_level(logging.WARNING, "distamp.levels"):
         model = cast_model(cells.Net(), "fp8")
     assert ["emulated" in record.message for record in caplog.records] == [True]
     monkeypatch.setattr(float8, "_has_kernels", lambda *_: True)
-    with pytest.raises(ConfigError, match="move the model to its device first"):
+    with pytest.raises(ConfigError, match="Move the model to its device first"):
         initialize(model, sgd(model), "fp8")
 
 
@@ -110,7 +110,7 @@ def test_a_layer_in_float8_cannot_be_pinned_and_without_torchao_there_is_none(mo
     with pytest.raises(ValueError, match="computes in float8"):
         set_module_precision(cast_model(cells.Net(), "fp8").first, "fp32")
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError, match=r"install distamp\[fp8\]"):
+    with pytest.raises(ConfigError, match=r"Install distamp\[fp8\]"):
         cast_model(cells.Net(), "fp8")
 
 

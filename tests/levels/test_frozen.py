@@ -107,7 +107,7 @@ def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
 
 @pytest.mark.parametrize("level", ["fp32", "fp16-O2"])
 def test_an_int8_base_that_gives_another_dtype_than_the_levels_is_refused(level):
-    with pytest.raises(ConfigError, match="take bf16"):
+    with pytest.raises(ConfigError, match="Use bf16"):
         gradients(quantized(BF16), level)
 
 

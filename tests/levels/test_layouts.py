@@ -152,7 +152,7 @@ def test_a_second_pass_that_ddp_would_not_reduce_is_refused_and_a_gans_is_not():
     amp, (context, following) = made_in("DDP", "fp16"), next(batches(1))
     logits = amp.model(context)
     amp.backward(loss_of(logits, following), retain_graph=True)
-    with pytest.raises(CallOrderError, match="Add the losses up"):
+    with pytest.raises(CallOrderError, match="Add the losses before backward"):
         amp.backward(logits.float().square().mean())
     generator, judge = (DistributedDataParallel(net(seed, batchnorm=False)) for seed in (0, 1))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge)]

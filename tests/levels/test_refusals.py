@@ -87,18 +87,21 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         "the constant 128",
     ),
     "a scale at fp32": (lambda: tried(net(), "fp32", init_scale=4.0), "loss_scale='dynamic'"),
-    "a half base at fp32": (lambda: tried(adapted(HALF), "fp32"), "take bf16 or fp16, or fp16-O2"),
-    "a bfloat16 base at fp16-O2": (lambda: tried(adapted(torch.bfloat16), "fp16-O2"), "or bf16-O2"),
+    "a half base at fp32": (lambda: tried(adapted(HALF), "fp32"), "Use bf16, fp16 or fp16-O2"),
+    "a bfloat16 base at fp16-O2": (
+        lambda: tried(adapted(torch.bfloat16), "fp16-O2"),
+        "Use bf16, fp16 or bf16-O2",
+    ),
     "a float16 base at bf16-O3": (lambda: tried(adapted(HALF), "bf16-O3"), "or fp16-O2"),
     "another half's batch norm": (lambda: tried(adapted(torch.bfloat16), "fp16"), "batch norms in"),
     "half at fp32": (lambda: tried(net().half(), "fp32"), "model.half"),
     "half at fp16": (lambda: tried(net().half(), "fp16"), "model.half"),
-    "bfloat16 at bf16": (lambda: tried(net().bfloat16(), "bf16"), "leave out model."),
+    "bfloat16 at bf16": (lambda: tried(net().bfloat16(), "bf16"), "Leave out model."),
     "initialize twice": (twice, "Use the Amp that the first initialize returned"),
     "another's optimizer": (lambda: tried(net(), "fp16", sgd(net())), "do not belong"),
     "cast for fp16-O2": (
         lambda: tried(cast_model(net(), "fp16-O2"), "fp16-O3"),
-        "give both the same",
+        "Pass the same level and settings to both calls",
     ),
     "a hook alone": (lambda: tried(net(), "fp16", comm_hook="fp16"), "needs a wrapper"),
     "replicas alone": (
@@ -118,7 +121,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a model without values": (
         lambda: initialize(nn.Linear(2, 2, device="meta"), None, "bf16"),
-        "materialise it first",
+        "its parameters have no values",
     ),
     "a state of what has no name": (
         lambda: initialize(
@@ -128,7 +131,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a model that is pinned as a whole": (
         lambda: cast_model(set_module_precision(net(), "fp32"), "fp16-O2"),
-        "take fp32",
+        "Use level fp32",
     ),
     "a pattern of nothing": (
         lambda: tried(net(), "bf16", module_precision={"*.nrom": "fp32"}),
@@ -148,7 +151,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "cast with other pins": (
         lambda: tried(cast_model(net(), "fp16-O2", module_precision={"hidden": "fp32"}), "fp16-O2"),
-        "give both the same",
+        "Pass the same level and settings to both calls",
     ),
     "cast for fp8": (lambda: tried(cast_model(net(), "fp8"), "bf16"), "cast for fp8"),
     "cast for fp8-rowwise": (
@@ -157,9 +160,9 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "lists of what fp8 computes": (
         lambda: tried(net(), "fp8", op_lists=OpLists(fp32={"linear"})),
-        "leave linear out",
+        "Leave linear out",
     ),
-    "fp8 without a layer": (lambda: tried(nn.Sequential(nn.Linear(8, 8)), "fp8"), "take bf16"),
+    "fp8 without a layer": (lambda: tried(nn.Sequential(nn.Linear(8, 8)), "fp8"), "Use bf16"),
     "fp8 of a layer alone": (
         lambda: tried(nn.Linear(16, 16), "fp8"),
         "no layer inside the model",
@@ -271,12 +274,12 @@ def half() -> nn.Module:
     return cast_model(plain(), "fp16-O2")
 
 
-ORDER = "the order is cast_model(model, '{}'), {}, the optimizer"
+ORDER = "Call cast_model(model, '{}') first, then {}, the optimizer"
 FSDP1 = "mixed_precision=MixedPrecision(param_dtype=torch.float16)"
 FSDP2 = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)"
 OTHERS = "Use fp16, which needs no masters, or fully_shard instead"
 GATHERS = "' is to compute in fp32, and {} gathers"
-FP8_ORDER = "order is cast_model(model, 'fp8'), {}"
+FP8_ORDER = "Call cast_model(model, 'fp8') first, then {}"
 ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     "DDP before the cast": (
         lambda: tried(DistributedDataParallel(net()), "fp16-O2"),
@@ -292,36 +295,42 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "cast_model after DDP": (
         lambda: cast_model(DistributedDataParallel(net()), "fp16-O2"),
-        "cast_model(model, level), then the wrapper",
+        "Call cast_model(model, level) first, then the wrapper",
     ),
     "cast and wrapped for fp16-O2": (
         lambda: tried(DistributedDataParallel(half()), "fp16-O3"),
-        "give both the same",
+        "Pass the same level and settings to both calls",
     ),
     "the optimizer before fully_shard": (early_optimizer, "make the optimizer after it"),
     "masters in FSDP1": (lambda: tried(flat(half()), "fp16-O2"), FSDP1),
     "one unit of two dtypes": (
         lambda: tried(fully_shard(cast_model(net(), "fp16-O2"), mesh=shard()), "fp16-O2"),  # type: ignore[arg-type]
-        "call fully_shard first on what stays as it is, such as 'norm'",
+        "Call fully_shard first on the modules that keep their dtype, such as 'norm'",
     ),
     "FSDP2 before the cast": (
         lambda: tried(fully_shard(plain(), mesh=shard()), "fp16-O2"),  # type: ignore[arg-type]
-        "it was given none: pass fully_shard " + FSDP2 + ", or call cast_model() before it",
+        "it was given none. Pass fully_shard " + FSDP2 + ", or call cast_model() before it",
     ),
     "a part in FSDP2 before the cast": (lambda: tried(partly(plain()), "fp16-O2"), FSDP2),
     "masters in ZeRO": (lambda: made_in("ZeRO", "fp16-O2"), OTHERS),
     "masters in OSS": (lambda: made_in("OSS", "fp16-O2"), OTHERS),
-    "a policy at fp16": (lambda: tried(casting(plain()), "fp16"), "or take fp16-O2"),
+    "a policy at fp16": (lambda: tried(casting(plain()), "fp16"), "or use fp16-O2"),
     "a policy of float32": (
         lambda: tried(flat(plain(), FULL), "fp16"),
         "computes in torch.float32",
     ),
-    "a policy at fp16-O3": (lambda: tried(casting(plain()), "fp16-O3"), "keeps float32 parameters"),
-    "policy and cast": (lambda: tried(casting(half()), "fp16-O2"), "nothing would be stepped"),
+    "a policy at fp16-O3": (
+        lambda: tried(casting(plain()), "fp16-O3"),
+        "over float32 parameters by its own mixed precision",
+    ),
+    "policy and cast": (
+        lambda: tried(casting(half()), "fp16-O2"),
+        "no optimizer would step float32 values",
+    ),
     "batch norm in a policy": (lambda: tried(casting(net()), "fp16-O2"), "'norm' to torch.float16"),
     "batch norm in FSDP1": (
         lambda: tried(flat(net(), HALF), "fp16-O2"),
-        "wrap each batch norm by itself first",
+        "Wrap each batch norm by itself first",
     ),
     "pins in FSDP1": (
         lambda: tried(flat(plain(), HALF), "fp16-O2", module_precision=PINS),
@@ -341,7 +350,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
             "fp16-O2",
             module_precision={"norm": "fp32"},
         ),
-        "give both the same",
+        "Pass the same level and settings to both calls",
     ),
     "ranks that pin differently": (
         lambda: tried(
@@ -371,7 +380,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "output_dtype of every unit of HSDP": (
         lambda: tried(float32_outputs(plain(), hsdp=True), "fp16-O2"),
-        "Pass output_dtype to the root alone: MixedPrecisionPolicy(param_dtype=torch.float16)",
+        "Pass output_dtype to the root alone, and MixedPrecisionPolicy(param_dtype=torch.float16)",
     ),
     "a flat state of FSDP1": (
         lambda: initialize(model := flat(nn.Linear(4, 4)), sgd(model), "fp32").flat_state_dict(),
