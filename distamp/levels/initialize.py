@@ -105,7 +105,7 @@ def initialize(
         init_scale: The first value of a dynamic loss scale.
         max_consecutive_skips: See `DistGradScaler`.
         process_group: The ranks that have a part of the models; see `DistGradScaler`.
-        comm_hook: The wire format of gradients between the ranks, such as ``"fp16"``;
+        comm_hook: The format of gradients between the ranks, such as ``"fp16"``;
             see ``distamp.comm_hooks.register_comm_hook``.
         replicas: With ``comm_hook``, for FSDP2 over only the shard dimension of a mesh: the ranks
             that have the same shard, between which the hook averages too.
