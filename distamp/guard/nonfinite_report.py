@@ -1,35 +1,26 @@
-"""Reports and log lines about gradients with inf or NaN: which parameter, on which rank."""
+"""Reports about gradients with inf or NaN: which parameter, on which rank."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distamp.error_text import count_text, ranks_text
 from distamp.fsdp_params import sharded_params
-from distamp.grads import local_grads, to_local
-from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
+from distamp.grads import local_grads
+from distamp.optim_utils import param_names, params_of, view_of
 
 __all__ = [
     "GradOverflow",
     "NonFiniteReport",
-    "SkipRecord",
     "find_overflows",
     "first_bad_name",
-    "log_norm_skip",
-    "log_skip",
     "named_grad_tensors",
     "tensor_names",
 ]
-
-#: The number of different parameter names that a log line has at most.
-_MAX_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -180,97 +171,3 @@ def first_bad_name(optimizer: Any, names: Mapping[Tensor, str]) -> str:
         return next((overflow.name for overflow in overflows), "")
     except Exception as error:
         return f"a parameter that cannot be named ({type(error).__name__}: {error!s:.80})"
-
-
-# -- log lines -------------------------------------------------------------------------------------
-
-
-class SkipRecord(NamedTuple):
-    """A step that was skipped, as its log line describes it.
-
-    Args:
-        logger: The name of the logger.
-        step: The number of the step.
-        scale_text: The loss scale as text; empty without a scale.
-        overflow_ranks: The ranks that found inf or NaN, if they are known.
-        grads_unchanged: Whether the gradients are unchanged since the skipped step, so that a
-            search finds the parameter.
-        bad_names: For each of ``overflow_ranks`` the name of its first bad parameter; an empty text
-            if it is not known. Empty if the ranks sent no names.
-    """
-
-    logger: str
-    step: int
-    scale_text: str
-    overflow_ranks: Sequence[int] | None
-    grads_unchanged: bool
-    bad_names: Sequence[str] = ()
-
-    def bad_names_text(self) -> str:
-        """Return the names that the ranks sent, with all ranks that have a name."""
-        ranks_by_name: dict[str, list[int]] = {}
-        for rank, name in zip(self.overflow_ranks or (), self.bad_names, strict=False):
-            if name:
-                ranks_by_name.setdefault(name, []).append(rank)
-        if not ranks_by_name:
-            return ""
-        if len(ranks_by_name) == 1:
-            return f", first in {next(iter(ranks_by_name))}"
-        parts = [
-            f"{name} ({ranks_text(ranks)})"
-            for name, ranks in itertools.islice(ranks_by_name.items(), _MAX_NAMES)
-        ]
-        num_left = len(ranks_by_name) - len(parts)
-        if num_left:
-            parts.append(count_text(num_left, "other"))
-        return f", first in {', '.join(parts)}"
-
-
-def log_skip(optimizer: Any, record: SkipRecord, names: dict[Tensor, str]) -> None:
-    """Log at INFO that a step of ``optimizer`` was skipped, and why.
-
-    Args:
-        optimizer: The optimizer that was not stepped.
-        record: The skip.
-        names: Names of parameters and buffers. A buffer that the line names as not finite is
-            removed.
-    """
-    logger = logging.getLogger(record.logger)
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    first = record.bad_names_text()
-    if not first and record.grads_unchanged:
-        overflow = next(find_overflows(named_grad_tensors([optimizer], names), 0), None)
-        if overflow is not None:
-            first = f", first in {overflow.name}"
-    ranks = record.overflow_ranks
-    on_ranks = f" on {ranks_text(ranks)}" if ranks else ""
-    sentences = [
-        f"Skipped step {record.step} of {describe_optimizer(optimizer)}{record.scale_text}: inf or "
-        f"NaN in the gradients{on_ranks}{first}."
-    ]
-    buffers = ", ".join(_pop_nonfinite_buffers(names))
-    if buffers:
-        sentences.append(
-            f"The forward pass left inf or NaN in {buffers}, which a skip does not undo."
-        )
-    if not names and not any(group.get("param_names") for group in optimizer.param_groups):
-        sentences.append("Pass named_parameters= for names.")
-    logger.info("%s", " ".join(sentences))
-
-
-def log_norm_skip(logger: str, optimizer: Any, step: int, norm: float, limit: float) -> None:
-    """Log at INFO that a step was skipped because its norm exceeded the limit."""
-    text = "Skipped step %d of %s: gradient norm %g exceeds skip_norm_above=%g."
-    logging.getLogger(logger).info(text, step, describe_optimizer(optimizer), norm, limit)
-
-
-@torch.no_grad()
-def _pop_nonfinite_buffers(names: dict[Tensor, str]) -> list[str]:
-    """Remove buffers that are not finite from ``names``, so that each is logged once."""
-    buffers: list[Tensor] = []
-    for tensor in names:
-        is_buffer = not tensor.requires_grad and tensor.grad is None
-        if is_buffer and tensor.dtype.is_floating_point:
-            buffers.append(tensor)
-    return [names.pop(tensor) for tensor in buffers if not to_local(tensor).isfinite().all()]

@@ -104,11 +104,13 @@ class SyncedFoundInf(NamedTuple):
             rank did, and if a norm decides.
         overflow_ranks: The global numbers of the ranks that did. None if the host does not know.
         bad_names: For each such rank the name of its first bad parameter; empty if unknown.
+        num_overflow_ranks: The number of such ranks, 0-d on a device; 0 if the ranks are known.
     """
 
     found_inf: Tensor | None = None
     overflow_ranks: tuple[int, ...] | None = None
     bad_names: tuple[str, ...] = ()
+    num_overflow_ranks: float | Tensor = 0.0
 
 
 class MissingGrads:
@@ -218,6 +220,8 @@ class Exchange:
             by a norm, where a norm that is not finite stands for the flags.
         settings: Arguments that must be equal on all ranks, each as a line ``name=value``.
         missing_grads: Whether each optimizer has gradients; completed from the reply.
+        norm_found_inf: 0-d bool on the norm's device: whether this rank's norm is not finite. A
+            message on a device contains the number of such ranks.
         norm_power: The summand of this rank in the power of a norm, if there is a norm: a number on
             the host, else 0-d float64 on the device of the loss scale.
         earlier_found_inf: Flags of an earlier message, which turn the norm into NaN.
@@ -250,6 +254,7 @@ class Exchange:
         self.found_inf: list[Tensor] = []
         self.missing_grads: list[MissingGrads] = []
         self.norm_power: float | Tensor | None = None
+        self.norm_found_inf: Tensor | None = None
         self.earlier_found_inf: list[Tensor] = []
         self.norm_limit: Tensor | None = None
         self.requests_replica_check = False
@@ -712,10 +717,13 @@ class RankSync:
             ranks_differ = device_utils.to_device(is_equal.logical_not(), group.scale_device)
             exchange.ranks_differ = ranks_differ
             count = min(optimizers - start, _OPTIMIZERS_PER_MESSAGE)
-            overflows = words[_HEADER_WORDS : _HEADER_WORDS + count].remainder(_NO_GRADS).ne(0)
-            found_inf = device_utils.to_device(overflows, group.scale_device)
-            found_inf = found_inf.logical_or(ranks_differ).float()
-            synced += [SyncedFoundInf(flag) for flag in found_inf.unbind()]
+            num_ranks = words[_HEADER_WORDS : _HEADER_WORDS + count].remainder(_NO_GRADS)
+            num_ranks = device_utils.to_device(num_ranks, group.scale_device)
+            found_inf = num_ranks.ne(0).logical_or(ranks_differ).float()
+            for flag, num_overflow_ranks in zip(
+                found_inf.unbind(), num_ranks.unbind(), strict=True
+            ):
+                synced.append(SyncedFoundInf(flag, num_overflow_ranks=num_overflow_ranks))
         exchange.synced = synced
 
     def _reduce_on_device(
@@ -773,6 +781,9 @@ class RankSync:
         words[0].fill_(digest)
         if start == 0 and exchange.norm_power is not None:
             words[1] = exchange.power_to_send()
+            if exchange.norm_found_inf is not None and exchange.error is None:
+                # A norm sends no flags, so the word of the first optimizer is free.
+                words[_HEADER_WORDS].copy_(exchange.norm_found_inf, non_blocking=True)
         if limit is not None:
             words[2].copy_(limit, non_blocking=True)
         if start == 0 and exchange.requests_replica_check and exchange.error is None:

@@ -45,7 +45,7 @@ from distamp.clip_grad import (
     total_norm,
     total_norm_of_ranks,
 )
-from distamp.error_text import count_text
+from distamp.error_text import count_text, ranks_text
 from distamp.errors import (
     CallOrderError,
     ConfigError,
@@ -58,16 +58,21 @@ from distamp.guard import fused, uneven_inputs
 from distamp.guard.nonfinite_report import (
     GradOverflow,
     NonFiniteReport,
-    SkipRecord,
     find_overflows,
     first_bad_name,
-    log_norm_skip,
-    log_skip,
     named_grad_tensors,
     tensor_names,
 )
 from distamp.guard.optimizer_history import OptimizerHistories, OptimizerHistory, StepCounts
 from distamp.guard.rank_sync import CallFingerprint, Exchange, MissingGrads, RankSync
+from distamp.guard.skip_log import (
+    SkipRecord,
+    guard_log_level,
+    log_norm_skip,
+    log_scale_search,
+    log_skip,
+    scaler_log_level,
+)
 from distamp.guard.unscaled_clip import clip_grad_norm_, measure_unscaled
 from distamp.observers import CommHookObserver, ReplayObserver
 from distamp.optim_utils import (
@@ -111,6 +116,8 @@ UNPICKLED = (
     "_skipped_scale",
 )
 _CPU = torch.device("cpu")
+#: The number of ranks that log one skip at most, if ranks know how many overflowed, and not which.
+_MAX_LOGGING_RANKS = 8
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -150,6 +157,8 @@ class _StepOutcome(NamedTuple):
         overflow_ranks: The ranks that found inf or NaN, if the host knows them.
         bad_names: For each such rank the name of its first bad parameter, if known.
         local_found_inf: Whether this rank found inf or NaN, if the host does not know the ranks.
+        num_overflow_ranks: The number of ranks that did, if the host does not know the ranks; 0 if
+            the number is unknown, too.
     """
 
     optimizer: Any
@@ -160,6 +169,7 @@ class _StepOutcome(NamedTuple):
     overflow_ranks: tuple[int, ...] | None
     bad_names: tuple[str, ...]
     local_found_inf: bool | Tensor | None
+    num_overflow_ranks: float | Tensor
 
 
 class StepGuardBase(Joinable):
@@ -180,6 +190,7 @@ class StepGuardBase(Joinable):
     ``overflow_ranks``    The ranks that found inf or NaN, if the host knows them.
     ``bad_names``         For each such rank the name of its first bad parameter, if known.
     ``local_found_inf``   This rank's flag, if the flags were reduced on a device.
+    ``num_overflow_ranks``  The number of ranks with such a flag, in the same case.
     ``missing_grads``     Whether the optimizer has no gradients (`MissingGrads`).
     ``is_fused``          Whether the kernel of its ``step`` takes found-inf; set for a step.
     ``kernel_unscales``   Whether that kernel unscales, too; set for a step.
@@ -585,6 +596,7 @@ class StepGuardBase(Joinable):
             if synced.overflow_ranks is None and exchange.group is not None:
                 is_known = index < len(exchange.found_inf) and exchange.error is None
                 state["local_found_inf"] = exchange.found_inf[index] if is_known else False
+                state["num_overflow_ranks"] = synced.num_overflow_ranks
             if missing.on_all_ranks:
                 # torch has no flag either.
                 state["found_inf_per_device"] = {}
@@ -646,6 +658,8 @@ class StepGuardBase(Joinable):
             if isinstance(limits.skip_norm_above, Tensor):
                 exchange.norm_limit = limits.skip_norm_above.float()
             norm = self._local_norm(exchange, states, scale, limits)
+            if isinstance(exchange.norm_power, Tensor) and group is not None:
+                exchange.norm_found_inf = exchange.norm_power.isfinite().logical_not()
             num_compared, layout_fns = sync.replicas_compared
             has_more_grads = norm.num_grads > num_compared
             has_other_layout = limits.has_layout_fns != layout_fns
@@ -665,8 +679,9 @@ class StepGuardBase(Joinable):
         for state in states:
             if not state["missing_grads"].on_all_ranks:
                 state["found_inf_per_device"] = {found_inf.device: found_inf}
-            if isinstance(exchange.norm_power, Tensor) and exchange.group is not None:
-                state["local_found_inf"] = exchange.norm_power.isfinite().logical_not()
+            if exchange.norm_found_inf is not None:
+                state["local_found_inf"] = exchange.norm_found_inf
+                state["num_overflow_ranks"] = exchange.synced[0].num_overflow_ranks
             if state["history"] is not None:
                 state["history"].total_norm = decision.total_norm
         self._total_norm = decision.total_norm
@@ -905,8 +920,7 @@ class StepGuardBase(Joinable):
             self._notify_comm_hooks(state, decision)
         skip = decision.skip
         if skip is False:
-            history.steps_taken += 1
-            history.consecutive_skips = 0
+            self._count_taken(view.holder, history, scale)
             return result
         outcome = _StepOutcome(
             view.holder,
@@ -917,6 +931,7 @@ class StepGuardBase(Joinable):
             state.get("overflow_ranks"),
             state.get("bad_names", ()),
             state.get("local_found_inf"),
+            state.get("num_overflow_ranks", 0.0),
         )
         if isinstance(skip, Tensor):
             self._count_later(outcome, states, index)
@@ -1060,6 +1075,7 @@ class StepGuardBase(Joinable):
         ]
         if outcome.local_found_inf is not None:
             values.append(as_found_inf_tensor(outcome.local_found_inf, device))
+            values.append(_float32_on(outcome.num_overflow_ranks, device))
         missing_grads = [state.get("missing_grads", MissingGrads()) for state in states]
         missing, first_optimizer = missing_grads[index], states[0]["view"].holder
         history = outcome.history
@@ -1072,8 +1088,7 @@ class StepGuardBase(Joinable):
                 return
             skip, scale, above_limit, norm, limit, *local = values
             if not skip:
-                history.steps_taken += 1
-                history.consecutive_skips = 0
+                self._count_taken(outcome.optimizer, history, scale)
                 return
             self._count_skip(
                 _StepOutcome(
@@ -1085,10 +1100,29 @@ class StepGuardBase(Joinable):
                     outcome.overflow_ranks,
                     outcome.bad_names,
                     bool(local[0]) if local else None,
+                    local[1] if local else 0.0,
                 )
             )
 
         self._sync.defer(torch.stack(values), read_outcome)
+
+    def _count_taken(
+        self, optimizer: Any, history: OptimizerHistory, scale: float | Tensor
+    ) -> None:
+        """Count a step that the host knows was taken."""
+        history.steps_taken += 1
+        history.consecutive_skips = 0
+        history.skips_in_a_row = history.norm_skips_in_a_row = 0
+        if history.steps_taken > 1 or history.first_skipped_scale is None:
+            return
+        if self._has_loss_scale and self._sync.is_first_rank:
+            log_scale_search(
+                self._logger_name,
+                optimizer,
+                history.steps_skipped,
+                history.first_skipped_scale,
+                float(scale),
+            )
 
     def _count_skip(self, outcome: _StepOutcome) -> None:
         """Count and log a skip that the host knows, and raise at the limit of skips.
@@ -1096,33 +1130,31 @@ class StepGuardBase(Joinable):
         Raises:
             NonFiniteGradientsError: ``max_consecutive_skips`` was reached.
         """
-        decision, history, sync = outcome.decision, outcome.history, self._sync
+        decision, history = outcome.decision, outcome.history
         step = history.next_step
         if decision.above_limit:
             # Such a skip neither continues nor ends a run of skips.
             history.norm_skips += 1
-            if sync.is_first_rank:
-                norm, limit = float(decision.total_norm), float(decision.norm_limit)
-                log_norm_skip(self._logger_name, outcome.optimizer, step, norm, limit)
+            history.norm_skips_in_a_row += 1
+            if self._sync.is_first_rank:
+                log_norm_skip(
+                    self._logger_name,
+                    guard_log_level(history.norm_skips_in_a_row, history.norm_skips),
+                    outcome.optimizer,
+                    step,
+                    float(decision.total_norm),
+                    float(decision.norm_limit),
+                    history.norm_skips_in_a_row,
+                )
             return
         history.steps_skipped += 1
         history.consecutive_skips += 1
+        history.skips_in_a_row += 1
         self._skipped_scale = float(outcome.scale)
+        if history.first_skipped_scale is None:
+            history.first_skipped_scale = self._skipped_scale
         scale_text = f" at loss scale {self._skipped_scale:g}" if self._has_loss_scale else ""
-        ranks, is_logging = outcome.overflow_ranks, sync.is_first_rank
-        if ranks is None and outcome.local_found_inf is not None:
-            # The ranks do not know of each other, so each logs its own overflow.
-            ranks, is_logging = (sync.rank,), bool(outcome.local_found_inf)
-        if is_logging:
-            record = SkipRecord(
-                self._logger_name,
-                step,
-                scale_text,
-                ranks,
-                outcome.grads_unchanged,
-                outcome.bad_names,
-            )
-            log_skip(outcome.optimizer, record, self._tensor_names)
+        self._log_skip(outcome, step, scale_text)
         limit_of_skips = self._max_consecutive_skips
         if limit_of_skips is not None and history.consecutive_skips == limit_of_skips:
             history.consecutive_skips = 0
@@ -1134,6 +1166,39 @@ class StepGuardBase(Joinable):
                 f"{self._noun}.nonfinite_report() on every rank before zero_grad(). To find the "
                 "operation that made the first inf or NaN, call distamp.find_first_nonfinite."
             )
+
+    def _log_skip(self, outcome: _StepOutcome, step: int, scale_text: str) -> None:
+        """Log a skip because of inf or NaN, on one rank if the host knows the ranks."""
+        history, sync = outcome.history, self._sync
+        level = guard_log_level(history.skips_in_a_row, history.steps_skipped)
+        if self._has_loss_scale:
+            level = scaler_log_level(history.skips_in_a_row, history.steps_taken)
+        ranks, logs_here = outcome.overflow_ranks, sync.is_first_rank
+        on_ranks = f" on {ranks_text(ranks)}" if ranks else ""
+        if ranks is None and outcome.local_found_inf is not None:
+            # On a device the ranks know how many overflowed, and not which.
+            num_ranks = int(outcome.num_overflow_ranks)
+            if num_ranks == sync.size:
+                on_ranks = f" on all {num_ranks} ranks"
+            elif num_ranks > _MAX_LOGGING_RANKS:
+                on_ranks = f" on {num_ranks} of {sync.size} ranks"
+            else:
+                logs_here = bool(outcome.local_found_inf)
+                ranks = (sync.rank,)
+                on_ranks = f" on {ranks_text(ranks)}"
+        if logs_here:
+            record = SkipRecord(
+                self._logger_name,
+                level,
+                step,
+                history.skips_in_a_row,
+                scale_text,
+                on_ranks,
+                ranks,
+                outcome.grads_unchanged,
+                outcome.bad_names,
+            )
+            log_skip(outcome.optimizer, record, self._tensor_names)
 
     # -- clip --------------------------------------------------------------------------------------
 
