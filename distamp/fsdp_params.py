@@ -1,4 +1,4 @@
-"""The shards of parameters that FSDP2 has gathered."""
+"""The shards of parameters that FSDP2 has gathered, and reductions that are not finished."""
 
 from __future__ import annotations
 
@@ -6,10 +6,38 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from distamp.errors import GradientError
+from distamp.errors import CallOrderError, GradientError
 from distamp.fsdp_unit import FSDPUnit
 
-__all__ = ["sharded_params"]
+__all__ = ["check_reduction_finished", "sharded_params"]
+
+
+def check_reduction_finished(params: Iterable[Tensor]) -> None:
+    """Refuse parameters of FSDP2 with gradients from an unfinished reduction.
+
+    Since torch 2.15 a user may finalize backward passes. Before ``finalize_backward`` a rank has
+    only local gradients of the whole parameters, or another stream is still reducing them.
+
+    Args:
+        params: Sharded parameters, or parameters of other layouts.
+
+    Raises:
+        CallOrderError: The backward pass of a parameter was not finalized.
+    """
+    unreduced: set[int] = set()
+    for unit in FSDPUnit.units_awaiting_finalization():
+        unreduced.update(map(id, unit.shards()))
+    if not unreduced:
+        return
+    count = sum(id(param) in unreduced for param in params)
+    if count:
+        raise CallOrderError(
+            f"FSDP2 has not finished the reduction of gradients of {count} parameters, because the "
+            "model finalizes backward passes manually (set_manual_backward_finalization). Call "
+            "finalize_backward() of the root module after the last backward pass and before the "
+            "gradients are unscaled, clipped or stepped. After finalize_backward(async_op=True), "
+            "also call wait() on its result."
+        )
 
 
 def sharded_params(params: Iterable[Tensor]) -> list[Tensor]:

@@ -1,37 +1,44 @@
 """FSDPUnit: one module of FSDP2, and all private names of FSDP2 that distamp reads.
 
-A new version of torch changes this file alone. The names were read in torch 2.11 to 2.15, and no
-older torch was looked at. If torch renames one, the call that needs it raises RuntimeError with the
-name, and everything else goes on.
+A new version of torch changes this file alone. The names were read in torch 2.11, 2.13 and 2.15.
+If torch renames one, the call that needs it raises RuntimeError with the name, and everything else
+goes on.
 
 ======================================  ==========  ==============================================
 name                                    in torch    without it
 ======================================  ==========  ==============================================
 module._get_fsdp_state                  2.11-2.15   no unit can be read: hooks, levels with
                                                     ``fully_shard`` and `Amp.no_sync` raise
-state._fsdp_param_groups                after 2.11  `_fsdp_param_group` of 2.11 is read instead
+state._fsdp_param_groups                2.13-2.15   `_fsdp_param_group` of 2.11 is read instead
 state._fsdp_param_group                 2.11        read in torch 2.11, which has one group
 state._mp_policy                        2.11-2.15   registration and the checks of levels raise
+state._state_ctx and its                2.15        a step before ``finalize_backward()`` is not
+`manual_backward_finalization_active`               refused
 group.mesh_info and its groups          2.11-2.15   registration raises
 group.post_forward_mesh_info            2.11-2.15   registration with replicas raises
+mesh_info.reduce_scatter_process_group  2.13-2.15   registration with replicas does not copy it, and
+                                                    gradients are reduced in the shards' group
 group.fsdp_params and `sharded_param`,  2.11-2.15   registration raises
 `padded_sharded_param_size` of each
+fsdp_param.mp_policy                    2.11-2.15   `FSDPUnit.param_dtype_of` raises, and so does
+                                                    registration if a ``grad_dtype`` is None
 group.device                            2.11-2.15   registration raises
 group._reduce_scatter_comm,             2.11-2.15   registration raises, because a hook of the
 group._all_gather_comm,                             user would be replaced silently
-group._all_reduce_hook                  2.11-2.15
+group._all_reduce_hook                  2.11-2.15   registration with replicas raises likewise
 group.all_reduce_grads                  2.11-2.15   the first average between replicas raises
 group.gradient_divide_factor            2.11-2.15   the first average between replicas raises
 group.reduce_grads                      2.11-2.15   `Amp.no_sync` raises
-group._partial_reduce_output,           2.11-2.15   `Amp.zero_grad` after `Amp.no_sync` raises,
-fsdp_param.unsharded_accumulated_grad               and training without the two goes on
+group._partial_reduce_output            2.11-2.15   `Amp.zero_grad` after `Amp.no_sync` raises,
+                                                    and training without the two goes on
+fsdp_param.unsharded_accumulated_grad   2.11-2.15   as above; 2.15 returns `_unsharded_param.grad`
 fsdp_param._unsharded_param             2.11-2.15   as above, and as in the next row
 fsdp_param._sharded_post_forward_param, 2.11-2.15   clipping, reports and replays that get a
 _composable_state.                                  gathered parameter without a gradient raise
 _module_state_mapping                               GradientError, because they need its shard
-fsdp_param.accumulate_unsharded_grad_   2.11-2.15   a parameter with its first gradient after
-if_needed and `to_accumulated_grad_                 paused passes gets torch's own error of mixed
-if_needed`                                          gradient dtypes
+fsdp_param.accumulate_unsharded_grad_   2.11-2.13   not called: 2.15 reduces mixed gradient dtypes,
+if_needed and `to_accumulated_grad_                 which a parameter with its first gradient after
+if_needed`                                          paused passes causes
 _fsdp_common.FSDPMeshInfo and           2.11-2.15   registration with replicas raises
 `DataParallelMeshInfo`
 ======================================  ==========  ==============================================
@@ -39,6 +46,7 @@ _fsdp_common.FSDPMeshInfo and           2.11-2.15   registration with replicas r
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,9 +60,11 @@ from torch.torch_version import TorchVersion
 
 __all__ = ["FSDPUnit"]
 
-# Since torch 2.15 FSDP2 reduces gradients in their own dtype if a policy has no reduce_dtype.
-# Before, it reduced them in param_dtype.
+# Since torch 2.15 FSDP2 reduces gradients in the parameters' grad_dtype if a policy has no
+# reduce_dtype. Before, it reduced them in param_dtype.
 _REDUCES_IN_GRAD_DTYPE = TorchVersion(torch.__version__) >= "2.15"
+# Since torch 2.15 a user may finalize backward passes of FSDP2.
+_HAS_MANUAL_FINALIZATION = _REDUCES_IN_GRAD_DTYPE
 # The classes of torch's own collectives, which a hook may replace.
 _TORCH_COMM_PREFIXES = ("Default", "ProcessGroupAlloc", "SymmMem")
 
@@ -93,6 +103,38 @@ class FSDPUnit:
         # Other composable functions of torch register modules, too.
         return [cls(module) for module in modules if isinstance(module, fsdp.FSDPModule)]
 
+    @classmethod
+    def units_awaiting_finalization(cls) -> list[FSDPUnit]:
+        """Return the units of this process in a backward pass without its manual finalization.
+
+        After ``set_manual_backward_finalization(True)``, gradients are not reduced until
+        ``finalize_backward()`` returns, or ``wait()`` of its handle.
+        """
+        if not _HAS_MANUAL_FINALIZATION:
+            return []
+        units = []
+        try:
+            for unit in cls.all_units():
+                if unit.awaits_finalization:
+                    units.append(unit)
+        except RuntimeError:
+            # Every step calls this, and without this check training goes on.
+            return []
+        return units
+
+    @property
+    def awaits_finalization(self) -> bool:
+        """The flag of a backward pass with manual finalization, until torch resets it."""
+        context = _read(self._state, "_state_ctx")
+        # None between two iterations, and False if torch finalizes this one.
+        return bool(_read(context, "manual_backward_finalization_active"))
+
+    def shards(self) -> Iterator[nn.Parameter]:
+        """Yield the sharded parameters of the unit, as an optimizer holds them."""
+        for group in self.param_groups:
+            for fsdp_param in _read(group, "fsdp_params"):
+                yield _read(fsdp_param, "sharded_param")
+
     def gathered_params(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter that the unit has gathered, and its shard.
 
@@ -102,10 +144,8 @@ class FSDPUnit:
         for group in self.param_groups:
             for fsdp_param in _read(group, "fsdp_params"):
                 shard = _read(fsdp_param, "sharded_param")
-                for name in ("_unsharded_param", "_sharded_post_forward_param"):
-                    gathered = _gathered_param(fsdp_param, name)
-                    if gathered is not None:
-                        yield gathered, shard
+                for gathered in _gathered_params(fsdp_param):
+                    yield gathered, shard
 
     # -- the policy ------------------------------------------------------------------------------
 
@@ -113,10 +153,32 @@ class FSDPUnit:
     def param_dtype(self) -> torch.dtype | None:
         """The dtype in which the unit gathers parameters, or None if it does not cast them.
 
-        Since torch 2.15 ``param_dtype_override_fn`` may choose another dtype for a parameter.
+        Since torch 2.15 ``param_dtype_override_fn`` may choose another dtype for a parameter, which
+        `param_dtype_of` returns.
         """
         dtype: torch.dtype | None = _read(self._state, "_mp_policy").param_dtype
         return dtype
+
+    def param_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype in which the unit gathers one of its parameters.
+
+        Args:
+            param: A parameter of the module, sharded or gathered.
+
+        Raises:
+            ValueError: The parameter belongs to another unit, or to none.
+        """
+        for group in self.param_groups:
+            for fsdp_param in _read(group, "fsdp_params"):
+                tensors = [_read(fsdp_param, "sharded_param")]
+                tensors += _gathered_params(fsdp_param)
+                if any(tensor is param for tensor in tensors):
+                    return _compute_dtype(fsdp_param)
+        name = type(self.module).__name__
+        raise ValueError(
+            f"A parameter of shape {tuple(param.shape)} is not sharded by the unit {name}. Pass a "
+            "parameter of that unit."
+        )
 
     @property
     def output_dtype(self) -> torch.dtype | None:
@@ -155,7 +217,7 @@ class FSDPUnit:
         """Drop the gradients that the unit has accumulated and not reduced.
 
         FSDP2 has no public name for them. They are gradients of whole parameters, in
-        ``_unsharded_param.grad`` or, in the dtype of the reduction, in
+        ``_unsharded_param.grad`` or, before torch 2.15 and in the dtype of the reduction, in
         ``unsharded_accumulated_grad``. ``_partial_reduce_output`` holds gradients that HSDP has
         reduced over its shards alone.
 
@@ -167,15 +229,17 @@ class FSDPUnit:
             if _read(group, "_partial_reduce_output") is not None:
                 setattr(group, "_partial_reduce_output", None)  # noqa: B010  # torch's attribute
             for fsdp_param in _read(group, "fsdp_params"):
-                accumulated = _read(fsdp_param, "unsharded_accumulated_grad")
+                had_gradient = False
                 unsharded = _gathered_param(fsdp_param, "_unsharded_param")
-                if accumulated is not None:
-                    fsdp_param.unsharded_accumulated_grad = None
-                elif unsharded is None or unsharded.grad is None:
-                    continue
-                if unsharded is not None:
+                if unsharded is not None and unsharded.grad is not None:
                     unsharded.grad = None
-                dropped.append(fsdp_param.sharded_param)
+                    had_gradient = True
+                # torch 2.15 has no setter for this, and returns the gradient that is gone by now.
+                if _read(fsdp_param, "unsharded_accumulated_grad") is not None:
+                    fsdp_param.unsharded_accumulated_grad = None
+                    had_gradient = True
+                if had_gradient:
+                    dropped.append(fsdp_param.sharded_param)
         return dropped
 
     @contextmanager
@@ -186,10 +250,13 @@ class FSDPUnit:
         parameter may get its first gradient in the pass that reduces, in the dtype of its
         gradient, and torch refuses to reduce both in one message ("uniform gradient dtype"). So
         torch's own methods move that gradient to the accumulated gradients as soon as it exists.
+        Torch 2.15 reduces both in one message, and does not have the methods.
         """
         handles = []
         for group in self.param_groups:
             fsdp_params = _read(group, "fsdp_params")
+            if not all(hasattr(param, "to_accumulated_grad_if_needed") for param in fsdp_params):
+                continue
             late = [param for param in fsdp_params if param.unsharded_accumulated_grad is None]
             if len(late) == len(fsdp_params):
                 continue
@@ -252,21 +319,40 @@ class FSDPUnit:
         """
         numels = []
         params = []
+        for fsdp_param in self._trainable_params():
+            numels.append(_read(fsdp_param, "padded_sharded_param_size").numel())
+            params.append(fsdp_param.sharded_param)
+        return numels, params
+
+    def _trainable_params(self) -> list[Any]:
+        """Return torch's objects of the trained parameters, in the order of ``foreach_reduce``."""
+        params_by_grad_dtype: dict[torch.dtype | None, list[Any]] = {}
         for fsdp_param in _read(self._group, "fsdp_params"):
             shard = _read(fsdp_param, "sharded_param")
             if shard.requires_grad:
-                numels.append(_read(fsdp_param, "padded_sharded_param_size").numel())
-                params.append(shard)
-        return numels, params
+                # Since torch 2.15 gradients of one dtype are neighbours, in the order in which
+                # the dtypes first occur.
+                grad_dtype = shard.grad_dtype if _REDUCES_IN_GRAD_DTYPE else None
+                params_by_grad_dtype.setdefault(grad_dtype, []).append(fsdp_param)
+        return [param for params in params_by_grad_dtype.values() for param in params]
 
     @property
     def grad_reduce_dtype(self) -> torch.dtype:
-        """The dtype in which the unit reduces the gradients of its trained parameters."""
-        _, params = self.trainable_shards()
-        if not params:
+        """The dtype in which the unit reduces the gradients of its trained parameters.
+
+        Since torch 2.15 parameters may have several ``grad_dtype``, which torch promotes.
+        """
+        dtypes = []
+        for fsdp_param in self._trainable_params():
+            shard = fsdp_param.sharded_param
+            grad_dtype = shard.dtype
+            if _REDUCES_IN_GRAD_DTYPE:
+                # A parameter whose grad_dtype is None takes the gradient that autograd computes.
+                grad_dtype = shard.grad_dtype or _compute_dtype(fsdp_param)
+            dtypes.append(self.reduce_dtype(grad_dtype))
+        if not dtypes:
             return self.reduce_dtype(torch.float32)
-        grad_dtype = getattr(params[0], "grad_dtype", None)
-        return self.reduce_dtype(grad_dtype or params[0].dtype)
+        return functools.reduce(torch.promote_types, dtypes)
 
     @property
     def averages_replicas_now(self) -> bool:
@@ -360,6 +446,23 @@ def _gathered_param(fsdp_param: Any, name: str) -> nn.Parameter | None:
     if name not in type(fsdp_param).__annotations__:
         _read(fsdp_param, name)
     return getattr(fsdp_param, name, None)
+
+
+def _gathered_params(fsdp_param: Any) -> Iterator[nn.Parameter]:
+    """Yield the gathered parameter, and its shard over a smaller mesh, as far as they exist."""
+    for name in ("_unsharded_param", "_sharded_post_forward_param"):
+        gathered = _gathered_param(fsdp_param, name)
+        if gathered is not None:
+            yield gathered
+
+
+def _compute_dtype(fsdp_param: Any) -> torch.dtype:
+    """Return the dtype of a parameter while it is gathered."""
+    own_dtype: torch.dtype = _read(fsdp_param, "sharded_param").dtype
+    param_dtype: torch.dtype | None = _read(fsdp_param, "mp_policy").param_dtype
+    if param_dtype is None or not own_dtype.is_floating_point:
+        return own_dtype
+    return param_dtype
 
 
 def _accumulate_gradient(fsdp_param: Any) -> Callable[[Tensor], None]:

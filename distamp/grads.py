@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distamp import device_utils
+from distamp.fsdp_params import check_reduction_finished
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -109,10 +110,18 @@ class LocalGrads(NamedTuple):
 
 
 def local_grads(params: Iterable[Tensor]) -> LocalGrads:
-    """Return the local dense storage of each gradient that ``params`` have."""
+    """Return the local dense storage of each gradient that ``params`` have.
+
+    Raises:
+        CallOrderError: FSDP2 has not finished the reduction of a gradient.
+    """
+    params = list(params)
     with_grad = [param for param in params if param.grad is not None]
     grads: list[Any] = [param.grad for param in with_grad]
-    if all_plain(grads):
+    are_plain = all_plain(grads)
+    if not are_plain or len(grads) < len(params):
+        check_reduction_finished(params)
+    if are_plain:
         return LocalGrads(with_grad, grads, grads, are_plain=True)
     values = _local_values(with_grad, grads)
     return LocalGrads(with_grad, grads, values, are_plain=False)

@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "process_group": {"errors", "device_utils"},
     "fsdp_unit": set(),
     "fsdp_params": {"errors", "fsdp_unit"},
-    "grads": {"device_utils"},
+    "grads": {"device_utils", "fsdp_params"},
     "optim_utils": {"grads"},
     "clip_grad": {"errors", *GRADIENTS},
     "masters": {*FOUNDATION, *GRADIENTS},

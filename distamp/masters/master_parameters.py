@@ -16,6 +16,7 @@ from torch import Tensor
 from distamp.callers import stacklevel_of_caller
 from distamp.error_text import count_text
 from distamp.errors import CallOrderError, ConfigError
+from distamp.fsdp_params import check_reduction_finished
 from distamp.grads import (
     LocalGrads,
     check_no_fp16,
@@ -277,9 +278,11 @@ class MasterParameters(OptimizerView):
         gradients if the scaler has not.
 
         Raises:
+            CallOrderError: FSDP2 has not finished the reduction of a gradient.
             ConfigError: The model was moved to another device than its masters.
             ValueError: A frozen parameter, which has no master, has a float16 gradient.
         """
+        check_reduction_finished(self.model_params())
         params = [param for param, stepped in self.param_pairs() if param is stepped]
         grads_without_master = local_grads(params).values
         check_no_fp16([grad.dtype for grad in grads_without_master])

@@ -33,7 +33,7 @@ from distamp.comm_hooks import (
     register_comm_hook,
 )
 from distamp.fsdp_unit import FSDPUnit
-from tests.comm_hooks.training import agreed, full_gradients, relative
+from tests.comm_hooks.training import Given, agreed, full_gradients, relative
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
@@ -80,6 +80,10 @@ newer_than_2_11 = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="newer than torch 2.11"
 )
 
+since_2_15 = pytest.mark.skipif(
+    not hasattr(FSDPModule, "finalize_backward"), reason="FSDP2 does this since torch 2.15"
+)
+
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
@@ -110,6 +114,135 @@ def test_gradients_are_reduced_in_the_dtype_that_is_foretold(own, gathers, reduc
     layer.set_custom_reduce_scatter(comm)
     layer(torch.ones(2, 64, dtype=own)).sum().backward()
     assert comm.found == {FSDPUnit(layer).reduce_dtype(own)}
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@since_2_15
+@on_ranks(2)
+@pytest.mark.parametrize("gathers", [None, BF16])
+@pytest.mark.parametrize("reduces", [None, torch.float16])
+@pytest.mark.parametrize("grad_dtypes", [(BF16, BF16), (BF16, F32), (F32, None), (None, None)])
+def test_the_dtype_of_a_reduction_is_foretold_for_any_grad_dtype(grad_dtypes, reduces, gathers):
+    """Without ``reduce_dtype`` gradients of several dtypes are promoted."""
+    layer = nn.Linear(64, 64)
+    layer.weight.grad_dtype, layer.bias.grad_dtype = grad_dtypes
+    policy = MixedPrecisionPolicy(gathers, reduces, output_dtype=F32)
+    fully_shard(layer, mp_policy=policy)
+    comm = Reduces()
+    layer.set_custom_reduce_scatter(comm)
+    expected = FSDPUnit(layer).grad_reduce_dtype
+    layer(torch.ones(2, 64)).sum().backward()
+    assert comm.found == {expected}
+
+
+@since_2_15
+@on_ranks(2)
+def test_gradients_of_several_dtypes_in_one_unit_are_rounded_parameter_by_parameter():
+    """torch sends gradients of one dtype together, and int8 has a scale for each parameter."""
+    numels, sizes = (3000, 2000, 5000, 1000), (1.0, 1e6, 1.0, 1e6)
+    model = Given(*numels)
+    for part in model.parts[1::2]:
+        part.grad_dtype = BF16
+    model = fully_shard(model, mesh=mesh((2,), ("shard",)))
+    state = register_comm_hook(model, "int8")
+    generator = torch.Generator().manual_seed(0)
+    given = []
+    for _ in range(dist.get_world_size()):
+        grads = [torch.randn(numel, generator=generator) for numel in numels]
+        given.append([size * grad for size, grad in zip(sizes, grads, strict=True)])
+    model(given[dist.get_rank()]).backward()
+    assert state.stats().exchanges == 1
+    for part, grads in zip(model.parts, zip(*given, strict=True), strict=True):
+        assert part.grad.dtype is part.grad_dtype
+        assert relative(part.grad.full_tensor().float(), sum(grads) / 2) < 2e-2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_parameter_is_gathered_in_the_dtype_that_its_unit_foretells(dtype):
+    layer = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(dtype))
+    unit, shard = FSDPUnit(layer), layer.weight
+    foretold = unit.param_dtype_of(shard)
+    layer.unshard()
+    assert layer.weight is not shard
+    assert layer.weight.dtype is foretold
+    assert unit.param_dtype_of(layer.weight) is foretold
+    with pytest.raises(ValueError, match="is not sharded by the unit FSDPLinear"):
+        unit.param_dtype_of(nn.Parameter(torch.ones(8, 8)))
+
+
+class Normalized(nn.Module):
+    """A linear layer in bfloat16, and a norm in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x.bfloat16())
+        return self.norm(hidden.float())
+
+
+def sharded_with_fp32_norm() -> Any:
+    model = Normalized()
+    norm = set(map(id, model.norm.parameters()))
+
+    def override(param: Tensor) -> torch.dtype | None:
+        return F32 if id(param) in norm else None
+
+    policy = MixedPrecisionPolicy(BF16, F32, param_dtype_override_fn=override)
+    return fully_shard(model, mp_policy=policy)
+
+
+@since_2_15
+@on_ranks(2)
+def test_a_parameter_is_gathered_in_the_dtype_of_its_override():
+    layers = sharded_with_fp32_norm()
+    unit = FSDPUnit(layers)
+    foretold = [unit.param_dtype_of(param) for param in layers.parameters()]
+    layers.unshard()
+    assert foretold == [BF16, BF16, F32, F32]
+    assert [param.dtype for param in layers.parameters()] == foretold
+
+
+@since_2_15
+@on_ranks(2)
+def test_a_unit_with_an_override_is_reduced_through_the_wire():
+    layers = sharded_with_fp32_norm()
+    plain = sharded_with_fp32_norm()
+    state = register_comm_hook(layers, "fp16", param_format="int8")
+    inputs = torch.randn(6, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for model in (layers, plain):
+        (model(inputs) ** 2 * inputs).mean().backward()
+    assert state.stats().exchanges == 1
+    assert "weights gathered as they are: of several dtypes" in str(state.stats())
+    assert relative(full_gradients(layers), full_gradients(plain)) < ERRORS["fp16"]
+
+
+@since_2_15
+@on_ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_a_backward_pass_that_the_user_finalizes_is_reduced_through_the_wire(wire, async_op):
+    model = sharded()
+    state = register_comm_hook(model, wire)
+    model.set_manual_backward_finalization(True)
+    for micro in range(3):
+        model.set_requires_gradient_sync(False)
+        loss_of(model, dist.get_rank(), micro).backward()
+    assert not state.stats().exchanges
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=async_op)
+    if async_op:
+        handle.wait()
+    stats = state.stats()
+    assert stats.exchanges >= 2
+    assert stats.exchanges + sum(stats.fallbacks.values()) == 3
+    assert error(model, 3) < (ERRORS["fp16"] if wire == "fp16" else 2e-2)
 
 
 @on_ranks("world")
