@@ -260,8 +260,8 @@ def _check_batch_norms(model: nn.Module, wrapper: WrapperInfo, level: PrecisionL
         raise ConfigError(
             f"{wrapper.name} casts batch norm {cast_norms[0]!r} to {level.param} with the modules "
             f"around it ({len(cast_norms)} in all), and {level.name} keeps batch norms in float32. "
-            "Wrap each batch norm by itself first, without mixed precision, or pass "
-            "keep_batchnorm_fp32=False."
+            "Wrap each batch norm by itself first, without mixed precision"
+            f"{_override_text(wrapper)}, or pass keep_batchnorm_fp32=False."
         )
 
 
@@ -340,6 +340,7 @@ def _check_module_precisions(
     are cast to float32 in the forward, unless another unit inside of the module casts its inputs.
     """
     units = casting_fsdp_unit_by_module(model)
+    surrounding_units = fsdp_unit_by_module(model)
     for module in units:
         precision = precisions.get(module, "")
         if not precision.startswith("fp32") and not is_fp32_module(module):
@@ -347,14 +348,24 @@ def _check_module_precisions(
         casting_units = {units[submodule] for submodule in module.modules()}
         casting_units.discard(None)
         if wrapper.name == FSDP2:
-            casting_units.discard(units[module])
+            casting_units.discard(surrounding_units[module])
         if casting_units:
             name = module_names(model)[module]
             raise ConfigError(
                 f"{name!r} is to compute in fp32, and {wrapper.name} "
-                "gathers its weights in another dtype. Wrap the module by itself, as one unit and "
-                "without mixed precision, before the modules around it."
+                "gathers its weights in another dtype. Wrap the module by itself first, as one "
+                f"unit and without mixed precision{_override_text(wrapper)}."
             )
+
+
+def _override_text(wrapper: WrapperInfo) -> str:
+    """Return a hint about the second way to keep a module in float32 under FSDP2."""
+    if wrapper.name != FSDP2:
+        return ""
+    return (
+        ", or keep its parameters in float32 by param_dtype_override_fn of the policy (torch 2.15 "
+        "and newer)"
+    )
 
 
 # -- optimizers ------------------------------------------------------------------------------------

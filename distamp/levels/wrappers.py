@@ -118,12 +118,30 @@ def fsdp_unit_by_module(
 
 
 def casting_fsdp_unit_by_module(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
-    """Return each module with the unit of FSDP that casts its parameters to half precision."""
+    """Return each module with the unit of FSDP that casts its parameters, or None.
+
+    A module without parameters has the casting unit around it.
+    """
     casting_units: dict[nn.Module, nn.Module | None] = {}
     for module, unit in fsdp_unit_by_module(model).items():
-        casts = unit is not None and _policy(unit)[0] not in (None, torch.float32)
-        casting_units[module] = unit if casts else None
+        casting_units[module] = None
+        if unit is not None and _casts_parameters(unit, module):
+            casting_units[module] = unit
     return casting_units
+
+
+def _casts_parameters(unit: nn.Module, module: nn.Module) -> bool:
+    """Return whether a unit of FSDP casts the parameters of one of its modules."""
+    param_dtype, _ = _policy(unit)
+    if param_dtype in (None, torch.float32):
+        return False
+    if wrapper_name(unit) != FSDP2:
+        return True
+    # Since torch 2.15 ``param_dtype_override_fn`` of a policy may keep a parameter in float32.
+    fsdp_unit = FSDPUnit(unit)
+    params = list(module.parameters(recurse=False))
+    dtypes = {fsdp_unit.param_dtype_of(param) for param in params}
+    return dtypes != {torch.float32}
 
 
 def _policy(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
