@@ -13,7 +13,12 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
-from torch import clear_autocast_cache, get_autocast_dtype, is_autocast_cache_enabled
+from torch import (
+    clear_autocast_cache,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+)
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -264,7 +269,13 @@ for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
 
 
 def _cached_dtype(device_type: str) -> torch.dtype:
-    """Return the dtype of the casts in torch's cache, which the innermost enabled region made."""
+    """Return the dtype of the casts in torch's cache, which the innermost enabled region made.
+
+    If autocast is on, that region is the current one, which may be of torch's class. A region that
+    is off leaves the casts of the region around it.
+    """
+    if is_autocast_enabled(device_type):
+        return get_autocast_dtype(device_type)
     for entry in reversed(local.regions):
         region = entry.region
         if region.device == device_type and region.active_dtype is not None:

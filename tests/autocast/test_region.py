@@ -72,6 +72,18 @@ def test_nested_regions_of_two_dtypes_may_share_a_weight():
     assert found == [FP16, BF16, FP16]
 
 
+def test_a_region_inside_torchs_region_of_another_dtype_makes_its_own_casts():
+    """The outer region has the dtype of the inner one, and torch's region between has another."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    dtypes = []
+    with autocast("cpu", FP16), torch.autocast("cpu", BF16):
+        dtypes.append(torch.mm(X, weight).dtype)
+        with autocast("cpu", FP16):
+            dtypes.append(torch.mm(X, weight).dtype)
+        dtypes.append(torch.mm(X, weight).dtype)
+    assert dtypes == [BF16, FP16, BF16]
+
+
 def test_the_cache_is_the_threads_unless_given_and_as_it_was_afterwards():
     for outer in (True, False):
         with autocast("cpu", cache_enabled=outer):
