@@ -9,6 +9,7 @@
     |   +-- ReplicaMismatchError     gradients of replicas that differ between ranks
     +-- RankMismatchError            (RuntimeError) ranks that differ in calls or settings
     +-- NonFiniteError               (RuntimeError) training cannot go on with inf or NaN
+        +-- NonFiniteWeightsError    a step was skipped because weights have inf or NaN
         +-- NonFiniteGradientsError  too many steps in a row were skipped
             +-- LossScaleCollapseError  too many in a row for a scaler, which backed off each time
 
@@ -26,6 +27,7 @@ __all__ = [
     "LossScaleCollapseError",
     "NonFiniteError",
     "NonFiniteGradientsError",
+    "NonFiniteWeightsError",
     "RankMismatchError",
     "ReplicaMismatchError",
 ]
@@ -57,6 +59,10 @@ class RankMismatchError(DistampError, RuntimeError):
 
 class NonFiniteError(DistampError, RuntimeError):
     """Training cannot go on, because of inf or NaN; every rank raises it."""
+
+
+class NonFiniteWeightsError(NonFiniteError):
+    """A step was skipped because weights of the model have inf or NaN; every rank raises it."""
 
 
 class NonFiniteGradientsError(NonFiniteError):

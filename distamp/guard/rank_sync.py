@@ -64,6 +64,7 @@ from distamp.errors import (
     CallOrderError,
     ConfigError,
     GradientError,
+    NonFiniteWeightsError,
     RankMismatchError,
     ReplicaMismatchError,
 )
@@ -105,12 +106,15 @@ class SyncedFoundInf(NamedTuple):
         overflow_ranks: The global numbers of the ranks that did. None if the host does not know.
         bad_names: For each such rank the name of its first bad parameter; empty if unknown.
         num_overflow_ranks: The number of such ranks, 0-d on a device; 0 if the ranks are known.
+        bad_weights: Pairs of a rank and the name of a weight with inf or NaN, if a rank overflowed
+            and the message is on the host.
     """
 
     found_inf: Tensor | None = None
     overflow_ranks: tuple[int, ...] | None = None
     bad_names: tuple[str, ...] = ()
     num_overflow_ranks: float | Tensor = 0.0
+    bad_weights: tuple[tuple[int, str], ...] = ()
 
 
 class MissingGrads:
@@ -231,6 +235,8 @@ class Exchange:
             found them equal. They read the reply before.
         name_bad_param: Takes the index of an optimizer, and returns the name of its first bad
             parameter. It must not raise, because other ranks wait.
+        name_bad_weights: Takes the index of an optimizer, and returns the names of its weights with
+            inf or NaN. It must not raise.
         has_read_grads: Whether the block may have changed a gradient. If no rank has, all ranks can
             repeat the call.
         is_sent: Whether the message was sent, or is being sent.
@@ -260,6 +266,7 @@ class Exchange:
         self.requests_replica_check = False
         self.compares_replicas = False
         self.name_bad_param: Callable[[int], str] | None = None
+        self.name_bad_weights: Callable[[int], list[str]] | None = None
         self.has_read_grads = False
         self.is_sent = False
         self.error: Exception | None = None
@@ -680,24 +687,35 @@ class RankSync:
         self, exchange: Exchange, group: MessageGroup, overflows: Sequence[bool]
     ) -> list[SyncedFoundInf]:
         """Return the result for each optimizer, with ranks and their first bad parameters."""
-        local: list[tuple[bool, str]] = []
+        local: list[tuple[bool, str, list[str]]] = []
         for index, has_overflow in enumerate(overflows):
-            name = ""
+            name, weights = "", []
             if has_overflow and exchange.name_bad_param is not None:
                 name = exchange.name_bad_param(index)
-            local.append((has_overflow, name))
+            if exchange.name_bad_weights is not None:
+                weights = exchange.name_bad_weights(index)
+            local.append((has_overflow, name, weights))
         synced: list[SyncedFoundInf] = []
-        for by_rank in zip(*self.all_gather(local, group), strict=True):
+        gathered = self.all_gather(local, group)
+        for by_rank in zip(*gathered, strict=True):
             ranks: list[int] = []
             names: list[str] = []
-            for rank, (has_overflow, name) in zip(group.global_ranks, by_rank, strict=True):
+            bad_weights: list[tuple[int, str]] = []
+            for rank, entry in zip(group.global_ranks, by_rank, strict=True):
+                has_overflow, name, weights = entry
+                for weight in weights:
+                    bad_weights.append((rank, weight))
                 if has_overflow:
                     ranks.append(rank)
                     names.append(name)
             found_inf = None
             if ranks:
                 found_inf = torch.ones((), dtype=torch.float32, device=group.scale_device)
-            synced.append(SyncedFoundInf(found_inf, tuple(ranks), tuple(names)))
+            overflow_ranks = tuple(ranks)
+            bad_names = tuple(names)
+            weights_by_rank = tuple(bad_weights)
+            result = SyncedFoundInf(found_inf, overflow_ranks, bad_names, 0.0, weights_by_rank)
+            synced.append(result)
         return synced
 
     # -- on a device -------------------------------------------------------------------------------
@@ -720,10 +738,11 @@ class RankSync:
             num_ranks = words[_HEADER_WORDS : _HEADER_WORDS + count].remainder(_NO_GRADS)
             num_ranks = device_utils.to_device(num_ranks, group.scale_device)
             found_inf = num_ranks.ne(0).logical_or(ranks_differ).float()
-            for flag, num_overflow_ranks in zip(
-                found_inf.unbind(), num_ranks.unbind(), strict=True
-            ):
-                synced.append(SyncedFoundInf(flag, num_overflow_ranks=num_overflow_ranks))
+            flags = found_inf.unbind()
+            counts = num_ranks.unbind()
+            for flag, num_overflow_ranks in zip(flags, counts, strict=True):
+                result = SyncedFoundInf(flag, num_overflow_ranks=num_overflow_ranks)
+                synced.append(result)
         exchange.synced = synced
 
     def _reduce_on_device(
@@ -907,6 +926,7 @@ _PORTABLE_ERRORS: tuple[type[Exception], ...] = (
     torch.OutOfMemoryError,
     GradientError,
     ReplicaMismatchError,
+    NonFiniteWeightsError,
     CallOrderError,
     ConfigError,
 )
@@ -945,6 +965,8 @@ def _raise_unsent_errors(by_rank: Sequence[tuple[int, dict[str, Any]]]) -> None:
     for rank, remote in by_rank:
         if remote["unsent_error"] is not None:
             error_type, text = remote["unsent_error"]
+            if error_type is NonFiniteWeightsError:  # found after a step, in no call of its own
+                raise error_type(text)
             raise error_type(
                 f"{text} (raised on rank {rank} in a call that sends nothing to the other ranks; "
                 "every rank stops here, at the next call that does)"

@@ -74,6 +74,7 @@ from distamp.guard.skip_log import (
     scaler_log_level,
 )
 from distamp.guard.unscaled_clip import clip_grad_norm_, measure_unscaled
+from distamp.guard.weights import nonfinite_weight_names, nonfinite_weights_error
 from distamp.observers import CommHookObserver, ReplayObserver
 from distamp.optim_utils import (
     describe_optimizer,
@@ -159,6 +160,8 @@ class _StepOutcome(NamedTuple):
         local_found_inf: Whether this rank found inf or NaN, if the host does not know the ranks.
         num_overflow_ranks: The number of ranks that did, if the host does not know the ranks; 0 if
             the number is unknown, too.
+        bad_weights: Pairs of a rank and the name of a weight with inf or NaN, if the ranks sent
+            them.
     """
 
     optimizer: Any
@@ -170,6 +173,7 @@ class _StepOutcome(NamedTuple):
     bad_names: tuple[str, ...]
     local_found_inf: bool | Tensor | None
     num_overflow_ranks: float | Tensor
+    bad_weights: tuple[tuple[int, str], ...]
 
 
 class StepGuardBase(Joinable):
@@ -191,6 +195,8 @@ class StepGuardBase(Joinable):
     ``bad_names``         For each such rank the name of its first bad parameter, if known.
     ``local_found_inf``   This rank's flag, if the flags were reduced on a device.
     ``num_overflow_ranks``  The number of ranks with such a flag, in the same case.
+    ``bad_weights``       Pairs of a rank and the name of a weight with inf or NaN, if the host
+                          learned of inf or NaN in gradients in the message.
     ``missing_grads``     Whether the optimizer has no gradients (`MissingGrads`).
     ``is_fused``          Whether the kernel of its ``step`` takes found-inf; set for a step.
     ``kernel_unscales``   Whether that kernel unscales, too; set for a step.
@@ -316,6 +322,8 @@ class StepGuardBase(Joinable):
             TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
                 the four above.
             ConfigError: ``max_norm`` or ``skip_norm_above`` is out of range.
+            NonFiniteWeightsError: The step was skipped because weights of the model have inf or
+                NaN. On a device the error is raised at the latest one call later.
             NonFiniteGradientsError: ``max_consecutive_skips`` was reached; a scaler raises its
                 subclass `LossScaleCollapseError`.
             ValueError, GradientError, RankMismatchError: As for `unscale_`.
@@ -522,6 +530,7 @@ class StepGuardBase(Joinable):
         fingerprint = functools.partial(self._call_fingerprint, call, states, scale)
         exchange = Exchange(self._sync, group, fingerprint)
         exchange.name_bad_param = functools.partial(self._first_bad_name, states)
+        exchange.name_bad_weights = functools.partial(self._bad_weight_names, states)
         for _ in states:
             exchange.missing_grads.append(MissingGrads())
         try:
@@ -579,6 +588,9 @@ class StepGuardBase(Joinable):
     def _first_bad_name(self, states: Sequence[dict[str, Any]], index: int) -> str:
         return first_bad_name(states[index]["view"].holder, self._tensor_names)
 
+    def _bad_weight_names(self, states: Sequence[dict[str, Any]], index: int) -> list[str]:
+        return nonfinite_weight_names(states[index]["view"].holder, self._tensor_names)
+
     def _store_found_inf(self, exchange: Exchange, states: Sequence[dict[str, Any]]) -> None:
         """Store the found-inf flags of all ranks in torch's states."""
         for index, state in enumerate(states):
@@ -590,6 +602,7 @@ class StepGuardBase(Joinable):
                 state["stage"] = OptState.UNSCALED
             state["synced"], state["missing_grads"] = True, missing
             state["overflow_ranks"], state["bad_names"] = synced.overflow_ranks, synced.bad_names
+            state["bad_weights"] = synced.bad_weights
             state["local_found_inf"] = None
             if synced.found_inf is not None:
                 state["found_inf_per_device"] = {synced.found_inf.device: synced.found_inf}
@@ -932,6 +945,7 @@ class StepGuardBase(Joinable):
             state.get("bad_names", ()),
             state.get("local_found_inf"),
             state.get("num_overflow_ranks", 0.0),
+            state.get("bad_weights", ()),
         )
         if isinstance(skip, Tensor):
             self._count_later(outcome, states, index)
@@ -1101,6 +1115,7 @@ class StepGuardBase(Joinable):
                     outcome.bad_names,
                     bool(local[0]) if local else None,
                     local[1] if local else 0.0,
+                    outcome.bad_weights,
                 )
             )
 
@@ -1128,6 +1143,7 @@ class StepGuardBase(Joinable):
         """Count and log a skip that the host knows, and raise at the limit of skips.
 
         Raises:
+            NonFiniteWeightsError: Weights of the model have inf or NaN.
             NonFiniteGradientsError: ``max_consecutive_skips`` was reached.
         """
         decision, history = outcome.decision, outcome.history
@@ -1155,6 +1171,7 @@ class StepGuardBase(Joinable):
             history.first_skipped_scale = self._skipped_scale
         scale_text = f" at loss scale {self._skipped_scale:g}" if self._has_loss_scale else ""
         self._log_skip(outcome, step, scale_text)
+        self._check_weights_of_skip(outcome, step)
         limit_of_skips = self._max_consecutive_skips
         if limit_of_skips is not None and history.consecutive_skips == limit_of_skips:
             history.consecutive_skips = 0
@@ -1166,6 +1183,25 @@ class StepGuardBase(Joinable):
                 f"{self._noun}.nonfinite_report() on every rank before zero_grad(). To find the "
                 "operation that made the first inf or NaN, call distamp.find_first_nonfinite."
             )
+
+    def _check_weights_of_skip(self, outcome: _StepOutcome, step: int) -> None:
+        """Raise on every rank if a step was skipped because of the weights, not the gradients.
+
+        In a message on the host the ranks have sent the names of bad weights. On a device each rank
+        looks at its own weights now, and its error goes with the next message.
+        """
+        sync, weights = self._sync, outcome.bad_weights
+        knows_all_ranks = outcome.overflow_ranks is not None or sync.size == 1
+        if outcome.overflow_ranks is None:
+            names = nonfinite_weight_names(outcome.optimizer, self._tensor_names)
+            weights = tuple((sync.rank, name) for name in names)
+        if not weights:
+            return
+        taken = outcome.history.steps_taken
+        error = nonfinite_weights_error(outcome.optimizer, weights, step, taken)
+        if knows_all_ranks:
+            raise error
+        sync.send_later(error)
 
     def _log_skip(self, outcome: _StepOutcome, step: int, scale_text: str) -> None:
         """Log a skip because of inf or NaN, on one rank if the host knows the ranks."""

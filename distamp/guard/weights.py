@@ -1,0 +1,115 @@
+"""The search for weights with inf or NaN, which make every later step a skip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distamp.error_text import count_text, ranks_text
+from distamp.errors import NonFiniteWeightsError
+from distamp.grads import to_local
+from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
+
+__all__ = ["nonfinite_weight_names", "nonfinite_weights_error"]
+
+#: The number of parameter names that the error has at most.
+_MAX_NAMES = 4
+
+
+def nonfinite_weight_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[str]:
+    """Return the names of weights with inf or NaN on this rank.
+
+    The search covers trained weights with a gradient, because the loss may not use other weights.
+    If the gradients are gone, it covers all trained weights. Masters follow the weights of the
+    model. An error of the search is not raised, because other ranks wait.
+
+    Args:
+        optimizer: The optimizer that has the parameters.
+        names: Names that replace the optimizer's.
+    """
+    try:
+        return _find_nonfinite(_trained_weights(optimizer, names))
+    except Exception:
+        return []
+
+
+def _trained_weights(optimizer: Any, names: Mapping[Tensor, str]) -> list[tuple[str, Tensor]]:
+    """Return the weights of the model that an optimizer trains, by name."""
+    model_params: dict[int, Tensor] = {}
+    for param, stepped in view_of(optimizer).param_pairs():
+        model_params[id(stepped)] = param
+    with_grad: list[tuple[str, Tensor]] = []
+    trained: list[tuple[str, Tensor]] = []
+    for name, stepped in zip(param_names(optimizer), params_of(optimizer), strict=True):
+        param = model_params.get(id(stepped), stepped)
+        # A dtype of one byte has no function isfinite.
+        if not param.requires_grad or param.dtype.itemsize == 1:
+            continue
+        weight = names.get(param, name), param
+        trained.append(weight)
+        if param.grad is not None or stepped.grad is not None:
+            with_grad.append(weight)
+    return with_grad or trained
+
+
+@torch.no_grad()
+def _find_nonfinite(weights: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of weights with inf or NaN; the host waits for a device once."""
+    if not weights:
+        return []
+    names: list[str] = []
+    flags: list[Tensor] = []
+    for name, weight in weights:
+        local = to_local(weight)
+        flag = local.isfinite().all()
+        names.append(name)
+        flags.append(flag.to(flags[0].device) if flags else flag)
+    bad_names: list[str] = []
+    are_finite = torch.stack(flags).tolist()
+    for name, is_finite in zip(names, are_finite, strict=True):
+        if not is_finite:
+            bad_names.append(name)
+    return bad_names
+
+
+def nonfinite_weights_error(
+    optimizer: Any, weights: Sequence[tuple[int, str]], step: int, steps_taken: int
+) -> NonFiniteWeightsError:
+    """Return the error about weights with inf or NaN.
+
+    Args:
+        optimizer: The optimizer that has the parameters.
+        weights: Pairs of a rank and the name of a parameter.
+        step: The number of the skipped step.
+        steps_taken: The number of steps that were taken.
+    """
+    ranks_by_name: dict[str, list[int]] = {}
+    for rank, name in weights:
+        ranks_by_name.setdefault(name, []).append(rank)
+    parts: list[str] = []
+    for name, ranks in ranks_by_name.items():
+        text = ranks_text(ranks)
+        parts.append(f"{name} ({text})")
+    num_left = len(parts) - _MAX_NAMES
+    if num_left > 0:
+        parts = parts[:_MAX_NAMES]
+        parts.append(count_text(num_left, "other"))
+    weights_text = ", ".join(parts)
+    optimizer_text = describe_optimizer(optimizer)
+    origin = (
+        "No step was taken before, so the model came with them. Check the checkpoint or the "
+        "initialisation of the model."
+    )
+    if steps_taken:
+        origin = (
+            f"The last step that was taken is number {steps_taken} of the steps taken. Its update, "
+            "or a write outside of the optimizer, made them. Load an older checkpoint."
+        )
+    return NonFiniteWeightsError(
+        f"Step {step} of {optimizer_text} was skipped, because weights of the model have inf or "
+        f"NaN: {weights_text}. Every later step would be skipped, too, because the "
+        f"forward pass computes with these weights. {origin}"
+    )
