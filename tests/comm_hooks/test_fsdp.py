@@ -219,7 +219,7 @@ def test_a_unit_with_an_override_is_reduced_through_the_wire():
     for model in (layers, plain):
         (model(inputs) ** 2 * inputs).mean().backward()
     assert state.stats().exchanges == 1
-    assert "weights gathered as they are: of several dtypes" in str(state.stats())
+    assert "weights gathered uncompressed: of several dtypes" in str(state.stats())
     assert relative(full_gradients(layers), full_gradients(plain)) < ERRORS["fp16"]
 
 
