@@ -124,10 +124,13 @@ def _remove(name: str, state: Any, patch: pytest.MonkeyPatch) -> None:
     if name == "_module_state_mapping":
         patch.delattr(_composable_state, name)
     elif name == "_fsdp_param_group":
+        if not hasattr(state, "_fsdp_param_groups"):  # torch 2.11
+            patch.delattr(state, name)
+            return
         patch.delattr(type(state), name)
         patch.delattr(state, "_fsdp_param_groups")
     else:
-        fsdp_params = state._fsdp_param_groups[0].fsdp_params
+        fsdp_params = state._fsdp_param_group.fsdp_params
         annotations = dict(type(fsdp_params[0]).__annotations__)
         del annotations[name]
         patch.setattr(type(fsdp_params[0]), "__annotations__", annotations)
