@@ -1,14 +1,14 @@
-"""What ran in which precision: reports of real passes and of foreseen ones."""
+"""Reports on the precisions of a step: ops, contracts, and numbers that are not finite."""
 
-from distamp.report.contract import ContractReport, PrecisionContract, Violation
+from distamp.report.contract import ContractReport, PrecisionContract
 from distamp.report.findings import Finding
 from distamp.report.logprob_mismatch import logprob_mismatch
+from distamp.report.lost_updates import lost_updates
 from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
+from distamp.report.precision_report import PrecisionReport, precision_report
 from distamp.report.preflight import Preflight, preflight
-from distamp.report.recording import precision_report
 from distamp.report.replay import StepReplay, find_first_nonfinite
-from distamp.report.rows import PrecisionReport
-from distamp.report.updates import lost_updates
+from distamp.report.violations import Violation
 
 __all__ = [
     "ContractReport",

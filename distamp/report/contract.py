@@ -1,173 +1,120 @@
-"""The contract of precisions: what was declared, checked on what one real step uses."""
+"""PrecisionContract: the dtypes that a step is declared to use, checked on a real step."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from distamp.error_text import choices_text, similar_names
 from distamp.errors import ConfigError
 from distamp.precision_level import PrecisionLevel
 from distamp.process_group import GroupLike
-from distamp.report.following import (
-    begin_call,
-    every_rank,
-    global_ranks,
-    raised_on_every_rank,
-)
-from distamp.report.observing import Observer, Seen
-from distamp.report.op_row import collapsed
-from distamp.report.rows import OUTSIDE, Written, short, text_table
+from distamp.report.contract_recorder import ContractRecorder, RankObservations
+from distamp.report.formatting import NO_MODULE, JsonResult, dtype_abbr, text_table
+from distamp.report.rank_group import RankGroup
+from distamp.report.tracing import StepTracer
+from distamp.report.violations import Violation, find_violations
 
-__all__ = ["ContractReport", "PrecisionContract", "Violation"]
+__all__ = ["ContractReport", "PrecisionContract"]
 
-_NAMES = ("fp32", "bf16", "fp16", "fp8", "fp64", "int8", "uint8")
-_KEYS = {
-    "parameters": "the model's parameters, as they stand after the step",
+_DTYPE_ABBRS = ("fp32", "bf16", "fp16", "fp8", "fp64", "int8", "uint8")
+_DESCRIPTIONS = {
+    "parameters": "the model's parameters after the step",
     "compute": "matrix products, convolutions and attention",
-    "norms": "what norms take: inputs and weights",
+    "norms": "inputs and weights of norms",
     "param_all_gather": "parameters sent between ranks",
     "grad_reduce": "gradients sent between ranks",
-    "activations": "what tensor, sequence and pipeline parallel send",
-    "master_weights": "what the optimizer steps",
+    "activations": "messages of tensor, sequence and pipeline parallel",
+    "master_weights": "weights that the optimizer steps",
     "optimizer_state": "the optimizer's state, such as moments",
 }
-
-# What has the parameters' dtype where nothing else is said.
-_FOLLOW = ("param_all_gather", "grad_reduce", "master_weights", "optimizer_state")
+_KEYS = tuple(_DESCRIPTIONS)
+# The keys of an exception that is written as a dtype alone.
+_MODULE_KEYS = ("parameters", "compute", "norms")
+_HEADINGS = ("", "declared", "found", "", "meaning")
 
 Dtypes = str | torch.dtype | Sequence[str | torch.dtype]
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-@dataclass(frozen=True)
-class Violation:
-    """One way in which a step was not as declared, with all the places where it was so.
-
-    Attributes:
-        key: The field of the contract, such as ``"grad_reduce"``.
-        where: Module or parameter names, those alike but for an index as one (``h.*.attn``).
-        count: How many modules or parameters these are.
-        of: How many there are, of which this key was seen at all.
-        declared: The dtypes that were declared; empty where only ranks differ.
-        found: The dtype that was found; where ranks differ, that of each.
-        phase: ``"forward"``, ``"recompute"``, ``"backward"``, ``"after backward"``,
-            ``"optimizer"``, or several; ``""`` of what stands.
-        op: The kernels or collectives.
-        group: The ranks of a collective, such as ``"mesh_tp[2]"``: its mesh's name, and how many.
-        calls: How often, on one rank.
-        bytes: Of the tensors, on one rank.
-        ranks: On which ranks.
-        fix: What most likely puts it right; ``""`` where that is not known.
-    """
-
-    key: str
-    where: tuple[str, ...]
-    count: int
-    of: int
-    declared: tuple[str, ...]
-    found: str
-    phase: str = ""
-    op: str = ""
-    group: str = ""
-    calls: int = 0
-    bytes: int = 0
-    ranks: tuple[int, ...] = (0,)
-    fix: str = ""
-
-    def __str__(self) -> str:
-        places = ", ".join(each or "(model)" for each in self.where[:4])
-        more = f" and {len(self.where) - 4} more" if len(self.where) > 4 else ""
-        if self.count == self.of > 1:
-            places, more = "every place", ""
-        wanted = " or ".join(self.declared) or "the same on all ranks"
-        parts = [f"{self.key}: declared {wanted}, found {self.found}"]
-        parts.append(
-            f"{self.phase + ' ' if self.phase else ''}at {places}{more} ({self.count} of {self.of})"
-        )
-        if self.group:
-            parts.append(f"{self.op} over {self.group}")
-        parts.append(f"{self.bytes:,} B in {self.calls:,}")
-        return ", ".join(parts) + (f"\n    fix: {self.fix}" if self.fix else "")
-
-
-class ContractReport(Written, Sequence[Violation]):
+class ContractReport(JsonResult, Sequence[Violation]):
     """Violations that a check found, the same on every rank. Empty, and so false, without one.
 
     Attributes:
-        contract: What was declared.
-        seen: What was found of each key, by dtype: how many calls, or how many tensors.
-        unseen: What the check could not look into, and what did not run, a sentence each.
+        contract: The contract.
+        seen: The number of calls or tensors, by key and dtype.
+        unseen: Sentences about modules that were not checked, and that did not run.
     """
 
     def __init__(self, contract: PrecisionContract) -> None:
         self.contract = contract
         self.seen: dict[str, dict[str, int]] = {}
         self.unseen: tuple[str, ...] = ()
-        self._found: tuple[Violation, ...] = ()
+        self._violations: tuple[Violation, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._violations)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._found[index]
+        return self._violations[index]
 
-    def fill(
-        self,
-        ranks: Sequence[tuple[dict[Seen, tuple[int, int]], list[str]]],
-        numbers: Sequence[int],
-    ) -> None:
-        """Take what was seen on every rank: calls and bytes, and what was not.
+    def set_observations(self, ranks: Sequence[RankObservations], numbers: Sequence[int]) -> None:
+        """Compare the observations of all ranks with the contract.
 
         Args:
             ranks: The observations of each rank of the group.
             numbers: The numbers of these ranks in the default group.
         """
-        sums: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-        for rank, (rows, _) in enumerate(ranks):
-            for row, (calls, _) in rows.items():
-                sums[row.key, row.found][rank] += calls
-        for (key, found), by_rank in sorted(sums.items()):
-            self.seen.setdefault(key, {})[found] = max(by_rank.values())
-        self.unseen = tuple(dict.fromkeys(line for _, lines in ranks for line in lines))
-        judged = [*self.contract.judge([rows for rows, _ in ranks], numbers)]
-        judged.sort(key=lambda it: ([*_KEYS].index(it.key), it.where))
-        cast = {each.found for each in judged if each.key == "parameters"}
-        self._found = tuple(
-            replace(each, fix="as the parameters are, so see there")
-            if each.key in _FOLLOW and each.found in cast
-            else each
-            for each in judged
-        )
+        sentences: dict[str, None] = {}
+        for observations in ranks:
+            sentences.update(dict.fromkeys(observations.not_checked))
+            counts: Counter[tuple[str, str]] = Counter()
+            for row, (calls, _) in observations.counts.items():
+                counts[row.key, row.dtype] += calls
+            for (key, dtype), count in sorted(counts.items()):
+                by_dtype = self.seen.setdefault(key, {})
+                by_dtype[dtype] = max(count, by_dtype.get(dtype, 0))
+        self.unseen = tuple(sentences)
+        self._violations = find_violations(ranks, numbers, self.contract.declared, _KEYS)
 
     def __str__(self) -> str:
-        title = f"{len(self)} violation{'' if len(self) == 1 else 's'}: the step "
-        title += f"{'did not run' if self else 'ran'} in the precisions that were declared"
-        rows = []
-        for key, meaning in _KEYS.items():
-            declared = " or ".join(self.contract.declared(key)) or "-"
-            found = ", ".join(f"{n:,} {dtype}" for dtype, n in self.seen.get(key, {}).items())
-            broken = any(each.key == key for each in self)
-            kept = "-" if declared == "-" else "kept" if found else "nothing seen"
-            rows.append((key, declared, found or "-", "BROKEN" if broken else kept, meaning))
-        lines = [title, *text_table(("", "declared", "found", "", "what it is"), rows, numbers=0)]
-        lines += [f"{i}. {each}" for i, each in enumerate(self, 1)]
-        lines += [f"not seen: {each}" for each in self.unseen]
+        noun = "violation" if len(self) == 1 else "violations"
+        verb = "did not run" if self else "ran"
+        lines = [f"{len(self)} {noun}: the step {verb} in the precisions that were declared"]
+        rows = [self._row(key) for key in _KEYS]
+        lines += text_table(_HEADINGS, rows, numbers=0)
+        lines += [f"{number}. {violation}" for number, violation in enumerate(self, 1)]
+        lines += [f"not seen: {sentence}" for sentence in self.unseen]
         return "\n".join(lines)
 
+    def _row(self, key: str) -> tuple[str, ...]:
+        """Return the cells of a key in the table."""
+        declared = " or ".join(self.contract.declared(key)) or "-"
+        counts = self.seen.get(key, {})
+        found = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.items()) or "-"
+        status = "kept"
+        if any(violation.key == key for violation in self):
+            status = "BROKEN"
+        elif declared == "-":
+            status = "-"
+        elif not counts:
+            status = "nothing seen"
+        return key, declared, found, status, _DESCRIPTIONS[key]
+
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types."""
+        """Return the result as JSON types."""
         return {
             "contract": self.contract.to_dict(),
-            "violations": [asdict(each) for each in self],
+            "violations": [asdict(violation) for violation in self],
             "seen": self.seen,
             "unseen": list(self.unseen),
         }
@@ -175,28 +122,29 @@ class ContractReport(Written, Sequence[Violation]):
 
 @dataclass(frozen=True)
 class PrecisionContract:
-    """The dtypes that each part of a training step was declared to have.
+    """The dtypes that each part of a training step is declared to have.
 
-    torch has nothing like it: ``MixedPrecisionPolicy`` and ``autocast`` say what is wished, and
-    nobody tells whether it happens. `check` runs one step and compares. A dtype is written
-    ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"`` or as a ``torch.dtype``; a tuple allows several.
-    What is left out is not checked.
+    torch has no such thing: ``MixedPrecisionPolicy`` and ``autocast`` are requests, and nothing
+    reports whether they are met. `check` runs one step and compares. A dtype is written ``"fp32"``,
+    ``"bf16"``, ``"fp16"``, ``"fp8"`` or as a ``torch.dtype``; a tuple allows several. A field that
+    is left out is not checked.
 
     Args:
-        parameters: The model's parameters, as they stand after the step.
-        compute: Matrix products, convolutions and attention: their first operand.
-        norms: What norms take, inputs and weights; of norms written in Python, what they average.
+        parameters: The model's parameters after the step.
+        compute: The first operands of matrix products, convolutions and attention.
+        norms: The inputs and weights of norms. The input of a norm in Python is the tensor before
+            its mean.
         param_all_gather: Parameters between ranks: all-gathers of FSDP, broadcasts of sharded
             optimizers.
-        grad_reduce: Gradients between ranks, as they are sent.
-        activations: What tensor, sequence and pipeline parallel send, forward and backward.
-        master_weights: What the optimizer steps: its own masters, or the parameters it was given.
-        optimizer_state: Its state, but for masters and numbers.
-        modules: Exceptions, by shell patterns over module names, in order; the last that matches
-            counts, for a module and all below it. A dtype stands for parameters, compute and norms;
-            or name the keys: ``{"lm_head": "fp32", "*.router": {"compute": "fp32"}}``.
-            ``"(outside)"`` is for everything that runs in no module, such as what a pipeline
-            schedule sends.
+        grad_reduce: Gradients between ranks, in the dtype of the message.
+        activations: Messages of tensor, sequence and pipeline parallel, forward and backward.
+        master_weights: The masters or parameters that the optimizer steps.
+        optimizer_state: The optimizer's state, except masters and numbers.
+        modules: Exceptions, by shell patterns over module names. Of several matches the last one
+            counts, for a module and all modules inside it. A dtype stands for parameters, compute
+            and norms. A dict names the keys:
+            ``{"lm_head": "fp32", "*.router": {"compute": "fp32"}}``. ``"(outside)"`` is for code
+            outside of modules, such as the messages of a pipeline schedule.
 
     Raises:
         ConfigError: There is no such dtype or key.
@@ -219,309 +167,172 @@ class PrecisionContract:
     modules: Mapping[str, Dtypes | Mapping[str, Dtypes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in _KEYS:
-            object.__setattr__(self, name, _dtypes(name, getattr(self, name)))
+        for key in _KEYS:
+            object.__setattr__(self, key, _dtype_abbrs(key, getattr(self, key)))
         exceptions: dict[str, dict[str, tuple[str, ...]]] = {}
         for pattern, dtypes_by_key in self.modules.items():
             if not isinstance(dtypes_by_key, Mapping):
-                dtypes_by_key = dict.fromkeys(("parameters", "compute", "norms"), dtypes_by_key)
-            for key in dtypes_by_key.keys() - _KEYS.keys():
-                keys = choices_text(_KEYS)
-                hint = similar_names(key, list(_KEYS))
-                raise ConfigError(
-                    f"modules= of a PrecisionContract has the key {key!r} for the pattern "
-                    f"{pattern!r}. The keys are {keys}. {hint}"
-                )
-            exceptions[pattern] = {
-                key: _dtypes(key, dtypes) for key, dtypes in dtypes_by_key.items()
-            }
+                dtypes_by_key = dict.fromkeys(_MODULE_KEYS, dtypes_by_key)
+            exceptions[pattern] = {}
+            for key, dtypes in dtypes_by_key.items():
+                _check_key(key, pattern)
+                exceptions[pattern][key] = _dtype_abbrs(key, dtypes)
         object.__setattr__(self, "modules", exceptions)
 
     @classmethod
     def from_level(cls, level: str | PrecisionLevel, *models: nn.Module) -> Self:
         """Return the contract of a level, such as ``"bf16"``, for these models.
 
-        Without models it knows neither batch norms that stay float32 nor pins; see
+        Without models the contract has neither batch norms that stay float32 nor pins; see
         `PrecisionLevel.contract`.
         """
         return cls(**PrecisionLevel.from_name(level).contract(*models))
 
     def declared(self, key: str, where: str = "") -> tuple[str, ...]:
-        """Return what is declared for a key, of a module or parameter; empty: nothing."""
-        found: Any = getattr(self, key)
-        for pattern, exceptions in self.modules.items():
-            if key in exceptions and _matches(where, pattern):  # type: ignore[operator]
-                found = exceptions[key]  # type: ignore[index, call-overload]
-        return tuple(found)
+        """Return the dtypes that are declared for a key at a module or parameter; () if none."""
+        dtypes: Any = getattr(self, key)
+        exceptions: Mapping[str, Any] = self.modules
+        for pattern, dtypes_by_key in exceptions.items():
+            if key in dtypes_by_key and _matches(where, pattern):
+                dtypes = dtypes_by_key[key]
+        return tuple(dtypes)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was declared, as JSON types; arguments of another one."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in given.items() if value}
+        """Return the contract as JSON types, which are arguments of an equal contract."""
+        values = {}
+        for contract_field in fields(self):
+            value = getattr(self, contract_field.name)
+            if value:
+                values[contract_field.name] = value
+        return values
 
     def check(
         self,
         step: Callable[[], Any],
-        model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        model: Models,
+        optimizer: Optimizers = None,
         hooks: Sequence[Any] = (),
         *,
         process_group: GroupLike = None,
     ) -> ContractReport:
-        """Run one step, really, and compare what it used with what was declared.
+        """Run one real step, and compare its dtypes with the contract.
 
         Collective: every rank of `process_group` must call this. All return the same.
 
         Args:
-            step: Takes nothing; runs forward, backward and optimizer, as the loop does.
-            model: That it trains, wrapped or not, compiled or not; or several.
-            optimizer: That it steps, or several; None leaves out what stands in it.
-            hooks: The states of communication hooks that `distamp.comm_hooks.register_comm_hook`
-                returned; those of DDP and FSDP1 are found without.
-            process_group: The ranks that train the model. None is the default group.
+            step: A function without arguments that runs forward, backward and optimizer, like the
+                training loop.
+            model: The model, wrapped or not, compiled or not; or several models.
+            optimizer: The optimizer, or several. None leaves out master weights and states.
+            hooks: The communication hooks that `distamp.comm_hooks.register_comm_hook` returned.
+                Hooks of DDP and FSDP1 need not be passed.
+            process_group: The ranks that train the model; the default group if None.
 
         Raises:
             ConfigError: A pattern matches no module.
             TypeError: ``model`` is not a module.
             RankMismatchError: Another rank makes another call.
-            DistampError: ``step``, or the check itself, raised on another rank. Where it raises
-                here, that is raised.
+            DistampError: ``step``, or the check itself, raised on another rank. The rank on which
+                it raised has its own error.
         """
-        with self.watch(model, optimizer, hooks, process_group=process_group) as found:
+        with self.watch(model, optimizer, hooks, process_group=process_group) as report:
             step()
-        return found
+        return report
 
     @contextmanager
     def watch(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        model: Models,
+        optimizer: Optimizers = None,
         hooks: Sequence[Any] = (),
         *,
         process_group: GroupLike = None,
     ) -> Iterator[ContractReport]:
-        """Check what runs in the block, like `check`; the result is filled when the block ends.
+        """Check the step in the block, like `check`; the result is complete after the block.
 
         Collective: every rank of `process_group` must call this.
         """
-        group = begin_call("PrecisionContract.check()", process_group)
-        with raised_on_every_rank("the check of a contract", group):
-            observer = _observer_of(model, optimizer, hooks)
-        self._require_matches([*observer.names.values()], group)
-        found = ContractReport(self)
-        with raised_on_every_rank("the step that a contract watches", group), observer.observing():
-            yield found
-        with raised_on_every_rank("the check of a contract", group):
-            observed = observer.seen, observer.unseen()
-        found.fill(every_rank(observed, group), global_ranks(group))
+        group = RankGroup.begin("PrecisionContract.check()", process_group)
+        with group.raise_together("the check of a contract"):
+            recorder = ContractRecorder(_optimizers(optimizer), hooks)
+            tracer = StepTracer(_models(model), [recorder], eager=False)
+        self._check_patterns(list(tracer.names.values()), group)
+        report = ContractReport(self)
+        with (
+            group.raise_together("the step that a contract watches"),
+            recorder.record(tracer),
+        ):
+            yield report
+        with group.raise_together("the check of a contract"):
+            observations = recorder.result
+        report.set_observations(group.gather(observations), group.ranks)
 
-    def judge(
-        self, ranks: Sequence[Mapping[Seen, tuple[int, int]]], numbers: Sequence[int]
-    ) -> Iterator[Violation]:
-        """Yield what is not as declared among what each rank saw, and where ranks differ.
-
-        Args:
-            ranks: The observations of each rank of the group.
-            numbers: The numbers of these ranks in the default group.
-        """
-        phases: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
-        dtypes: dict[tuple[str, str], dict[int, dict[str, None]]] = defaultdict(
-            lambda: defaultdict(dict)
-        )
-        for rank, rows in enumerate(ranks):
-            for row in rows:
-                dtypes[row.key, row.where][rank][row.found] = None
-                if not self.allows(row):
-                    phases[row.key, row.where, row.found, row.group][row.phase] = None
-        causes: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-        for (key, where, found, group), when in phases.items():
-            causes[key, self.declared(key, where), found, group, tuple(when)].add(where)
-            dtypes.pop((key, where), None)
-        for (key, where), by_rank in dtypes.items():
-            if len({frozenset(each) for each in by_rank.values()}) > 1:
-                each_rank = [
-                    f"{'/'.join(by_rank[rank])} on rank {numbers[rank]}" for rank in sorted(by_rank)
-                ]
-                causes[key, (), ", ".join(each_rank), "", None].add(where)
-        for (key, declared, found, group, _), names in causes.items():
-            of = [
-                {
-                    row: n
-                    for row, n in rows.items()
-                    if row.key == key
-                    and row.where in names
-                    and (not declared or (row.found, row.group) == (found, group))
-                }
-                for rows in ranks
-            ]
-            everywhere = {row.where for rows in ranks for row in rows if row.key == key}
-            violation = _violation(key, declared, found, group, names, len(everywhere), of)
-            yield replace(violation, ranks=tuple(numbers[rank] for rank in violation.ranks))
-
-    def allows(self, row: Seen) -> bool:
-        """Return whether what was seen is as declared, or nothing was."""
-        declared = self.declared(row.key, row.where)
-        return not declared or ("fp8" if "float8" in row.found else row.found) in declared
-
-    def _require_matches(self, names: Sequence[str], group: ProcessGroup | None) -> None:
+    def _check_patterns(self, names: Sequence[str], group: RankGroup) -> None:
         """Raise for a pattern that matches no module on any rank."""
-        matched = {each for each in self.modules if any(_matches(name, each) for name in names)}
-        anywhere = set().union(*every_rank(matched, group))
-        for pattern in self.modules.keys() - anywhere - {OUTSIDE}:
-            near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
-            raise ConfigError(
-                f"the contract's pattern {pattern!r} matches no module of the model; there are "
-                f"{', '.join(near) or 'none with a name'}"
-            )
+        matched = set()
+        for pattern in self.modules:
+            if any(_matches(name, pattern) for name in names):
+                matched.add(pattern)
+        matched.update(*group.gather(matched))
+        for pattern in self.modules:
+            if pattern not in matched and pattern != NO_MODULE:
+                similar = difflib.get_close_matches(pattern, names, 3, 0.3) or names[1:4]
+                raise ConfigError(
+                    f"The contract's pattern {pattern!r} matches no module of the model. There are "
+                    f"{', '.join(similar) or 'no modules with a name'}."
+                )
 
 
-def _observer_of(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-    hooks: Sequence[Any],
-) -> Observer:
+def _models(model: Models) -> tuple[nn.Module, ...]:
     models = (model,) if isinstance(model, nn.Module) else tuple(model)
-    for each in models:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"model is a torch.nn.Module or several, got {type(each).__name__}")
-    given: Any = () if optimizer is None else optimizer
-    optimizers = (given,) if hasattr(given, "step") else tuple(given)
-    return Observer(models, optimizers, hooks)
+    for module in models:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"model= is a torch.nn.Module or several of them, not {type(module).__name__}."
+            )
+    return models
 
 
-def _dtypes(key: str, given: Any) -> tuple[str, ...]:
-    """Short names of the dtypes that were given for a key."""
-    values = [given] if isinstance(given, str | torch.dtype) else given
-    names = tuple(short(value) for value in values)
-    names = tuple(dict.fromkeys("fp8" if n.startswith("float8") else n for n in names))
-    for name in names:
-        if name not in _NAMES:
-            choices = choices_text(_NAMES)
-            hint = similar_names(name, _NAMES)
+def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    # A wrapper of an optimizer need not be a subclass of torch's.
+    return (optimizer,) if hasattr(optimizer, "step") else tuple(optimizer)
+
+
+def _check_key(key: str, pattern: str) -> None:
+    if key not in _KEYS:
+        hint = similar_names(key, list(_KEYS))
+        raise ConfigError(
+            f"modules= of a PrecisionContract has the key {key!r} for the pattern {pattern!r}. The "
+            f"keys are {choices_text(_KEYS)}. {hint}"
+        )
+
+
+def _dtype_abbrs(key: str, dtypes: Any) -> tuple[str, ...]:
+    """Return the short names of the dtypes that were passed for a key."""
+    if isinstance(dtypes, str | torch.dtype):
+        dtypes = [dtypes]
+    names: dict[str, None] = {}
+    for dtype in dtypes:
+        name = dtype_abbr(dtype)
+        if name.startswith("float8"):
+            name = "fp8"
+        if name not in _DTYPE_ABBRS:
+            choices = choices_text(_DTYPE_ABBRS)
+            hint = similar_names(name, _DTYPE_ABBRS)
             raise ConfigError(
                 f"{key}= of a PrecisionContract was {name!r}, which is no dtype. Choose from "
                 f"{choices}, or pass a torch.dtype. {hint}"
             )
-    return names
+        names[name] = None
+    return tuple(names)
 
 
-def _matches(where: str, pattern: str) -> bool:
-    """Whether a shell pattern matches a module, or one that it is in."""
-    parts = where.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
-
-
-def _violation(
-    key: str,
-    declared: tuple[str, ...],
-    found: str,
-    group: str,
-    names: set[str],
-    total: int,
-    of: Sequence[Mapping[Seen, tuple[int, int]]],
-) -> Violation:
-    """One cause as a violation; ``of`` has what each rank saw of it."""
-    rows = dict.fromkeys(row for rows in of for row in rows)
-    shown = collapsed((name, "") for name in names)
-    violation = Violation(
-        key,
-        tuple(sorted(set(shown.values()))),
-        len(names),
-        total,
-        declared,
-        found,
-        ", ".join(dict.fromkeys(row.phase for row in rows)),
-        ", ".join(dict.fromkeys(row.op for row in rows)),
-        group,
-        max(sum(calls for calls, _ in rows.values()) for rows in of),
-        max(sum(size for _, size in rows.values()) for rows in of),
-        tuple(rank for rank, rows in enumerate(of) if rows),
-    )
-    return replace(violation, fix=next((fix for applies, fix in _FIXES if applies(violation)), ""))
-
-
-_HALF = ("bf16", "fp16")
-
-
-def _half(violation: Violation) -> bool:
-    return violation.found in _HALF
-
-
-# When, and what most likely puts it right; the first that applies.
-_FIXES: tuple[tuple[Callable[[Violation], bool], str], ...] = (
-    (
-        lambda it: not it.declared,
-        "ranks train in different precisions: build, cast and wrap the model alike on all of them",
-    ),
-    (
-        lambda it: it.key == "parameters" and _half(it),
-        "the model was loaded or cast in half precision (from_pretrained(dtype=), .half(), "
-        "cast_model): load it in float32, before it is wrapped",
-    ),
-    (
-        lambda it: it.key == "parameters",
-        "cast the model before it is wrapped and before its optimizer is made: cast_model",
-    ),
-    (
-        lambda it: it.key == "compute" and it.found == "fp32",
-        "run the forward pass in autocast(...) or with FSDP's param_dtype; look in these modules "
-        "for autocast(enabled=False), .float(), pins, ops that no list has (grouped_mm), and "
-        "attention without a fused kernel (dropout on a CPU), which torch computes in float32",
-    ),
-    (
-        lambda it: it.key == "compute" and {it.found, *it.declared} == {*_HALF},
-        "pass dtype= to autocast, whose own default on CUDA is float16",
-    ),
-    (
-        lambda it: it.key == "compute",
-        "pin these modules: set_module_precision(module, 'fp32'); or leave autocast around them",
-    ),
-    (
-        lambda it: it.key == "norms" and _half(it),
-        "keep these norms in float32: set_module_precision(norm, 'fp32'), and under FSDP2 a "
-        "fully_shard of their own without param_dtype",
-    ),
-    (
-        lambda it: it.key == "param_all_gather" and "fp8" in it.declared,
-        "only FSDP2's fully_shard gathers float8: convert the model before it, with "
-        "enable_fsdp_float8_all_gather; DTensor.redistribute gathers what the weight is cast to",
-    ),
-    (
-        lambda it: it.key == "param_all_gather",
-        "it is the dtype of the parameters, or MixedPrecisionPolicy(param_dtype=) of this part",
-    ),
-    (
-        lambda it: it.key == "grad_reduce" and "all_reduce" in it.op and it.phase == "backward",
-        "FSDP2 applies reduce_dtype to its own reduction alone, and sums over this mesh in "
-        "param_dtype: shard these modules with param_dtype=torch.float32",
-    ),
-    (
-        lambda it: it.key == "grad_reduce" and "scatter" in it.op,
-        "pass reduce_dtype= to the MixedPrecisionPolicy of every part (FSDP1: MixedPrecision)",
-    ),
-    (
-        lambda it: it.key == "grad_reduce",
-        "DDP sends gradients in their parameters' dtype, or in its communication hook's: look at "
-        "both",
-    ),
-    (
-        lambda it: it.key == "activations" and "send" in it.op,
-        "a pipeline sends what its stage returns: return this dtype from the stage, and if "
-        "initialize casts what it returns, pass "
-        "PrecisionLevel.from_name(level).replace(output=dtype)",
-    ),
-    (
-        lambda it: it.key == "activations",
-        "cast before the layer that sends: the region's dtype does not reach DTensor's messages",
-    ),
-    (
-        lambda it: it.key == "master_weights" and _half(it),
-        "updates below half an ulp of these weights are lost: MasterParameters(optimizer), level "
-        "fp16-O2 or bf16-O2, or float32 shards with FSDP's param_dtype",
-    ),
-    (
-        lambda it: it.key == "optimizer_state" and _half(it),
-        "an optimizer makes its state in the dtype of what it steps: give it float32 masters, or "
-        "load the state in float32",
-    ),
-)
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a shell pattern matches a module, or a module around it."""
+    components = name.split(".")
+    for count in range(1, len(components) + 1):
+        if fnmatch.fnmatchcase(".".join(components[:count]), pattern):
+            return True
+    return False

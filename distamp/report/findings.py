@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from distamp.report.op_row import OpRow, collapsed
+from distamp.report.formatting import collapse_indices
+from distamp.report.op_row import OpRow
 
 __all__ = ["FP16_LOSS", "Finding", "Findings", "find_risks"]
 
@@ -14,6 +15,9 @@ _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "linalg_vector_norm")
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "c10d::reduce_")
 _SUMS = ("sum", "cumsum", "prod", "cumprod", "nansum", "logcumsumexp", "norm")
+# A sum in half precision stops growing, because it keeps only 8 or 11 significant bits.
+_LONG_SUM = 2048
+_LONG_PRODUCT = 2**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,12 @@ class Findings(tuple[Finding, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        shown = collapsed({(finding.module, finding.op) for finding in self})
-        lines = {str(replace(finding, module=shown[finding.module])) for finding in self}
+        labels = collapse_indices({(finding.module, finding.op) for finding in self})
+        lines = {str(replace(finding, module=labels[finding.module])) for finding in self}
         return "\n".join(sorted(lines)) or "no findings"
 
 
+# The finding for a loss function, which preflight also returns for its argument `loss_fn`.
 FP16_LOSS = Finding(
     "warning",
     "fp16-loss",
@@ -67,93 +72,128 @@ FP16_LOSS = Finding(
 
 def find_risks(rows: Iterable[OpRow]) -> Findings:
     """Return a finding for each row to which a rule applies, ordered by rule and module."""
-    matches = set()
+    findings = set()
     for row in rows:
         if row.view or row.cause:
             continue
-        for rule, severity, applies, what, fix in _RULES:
-            in_phase = row.phase == "forward" or rule in _ALWAYS
-            if in_phase and applies(row):
-                description = what.format(row=row, dtype=_out(row))
-                matches.add(Finding(severity, rule, row.module, row.label, description, fix))
+        rules = [*_RULES_OF_EVERY_PHASE]
+        if row.phase == "forward":
+            rules += _RULES_OF_FORWARD
+        for rule in rules:
+            finding = rule(row)
+            if finding is not None:
+                findings.add(replace(finding, module=row.module, op=row.label))
     return Findings(
-        sorted(matches, key=lambda match: (match.rule, match.module, match.op, match.what))
+        sorted(
+            findings,
+            key=lambda finding: (finding.rule, finding.module, finding.op, finding.what),
+        )
     )
 
 
-def _out(row: OpRow) -> str:
+def _warning(rule: str, message: str, fix: str) -> Finding:
+    return Finding("warning", rule, "", "", message, fix)
+
+
+def _output(row: OpRow) -> str:
     return row.outputs[0] if row.outputs else ""
 
 
-def _half(row: OpRow) -> bool:
+def _has_half_input(row: OpRow) -> bool:
+    return bool(row.inputs) and row.inputs[0] in _HALF
+
+
+def _is_half(row: OpRow) -> bool:
     """Return whether the kernel takes half precision and returns it."""
-    return row.inputs[:1] != () and row.inputs[0] in _HALF and _out(row) in _HALF
+    return _has_half_input(row) and _output(row) in _HALF
 
 
-# Rules that apply to backward and recomputed passes too.
-_ALWAYS = ("long-product", "mixed-half", "half-accumulation", "half-reduction")
-# Name, severity, condition on a row, description and correction.
-_RULES: tuple[tuple[str, str, Callable[[OpRow], bool], str, str], ...] = (
-    (
-        "fp16-loss",
-        "warning",
-        lambda row: "loss" in row.function + row.op and _out(row) == "float16",
-        FP16_LOSS.what,
-        FP16_LOSS.fix,
-    ),
-    (
+def _fp16_loss(row: OpRow) -> Finding | None:
+    if "loss" in row.function + row.op and _output(row) == "float16":
+        return FP16_LOSS
+    return None
+
+
+def _half_softmax(row: OpRow) -> Finding | None:
+    # Fused attention keeps its softmax in float32 inside.
+    if row.op not in _SOFTMAX or not _is_half(row) or "attention" in row.function:
+        return None
+    return _warning(
         "half-softmax",
-        "warning",
-        # Fused attention keeps its softmax in float32 inside.
-        lambda row: row.op in _SOFTMAX and _half(row) and "attention" not in row.function,
-        "softmax in {dtype} keeps 3 digits or less of each probability",
+        f"softmax in {_output(row)} keeps 3 digits or less of each probability",
         'call it on .float(), or list it: OpLists(fp32={"softmax", "log_softmax", "logsumexp"})',
-    ),
-    (
+    )
+
+
+def _half_norm(row: OpRow) -> Finding | None:
+    if row.op not in _NORMS or not _is_half(row):
+        return None
+    finding = _warning(
         "half-norm",
-        "info",
-        lambda row: row.op in _NORMS and _half(row),
-        "a norm of {dtype} inputs; its kernel may keep statistics in float32 inside",
+        f"a norm of {_output(row)} inputs; its kernel may keep statistics in float32 inside",
         'list it, as CUDA does: OpLists(fp32={"layer_norm", "rms_norm", "group_norm"})',
-    ),
-    (
+    )
+    return replace(finding, severity="info")
+
+
+def _long_sum(row: OpRow) -> Finding | None:
+    if row.op not in _SUMS or _output(row) not in _HALF or row.length <= _LONG_SUM:
+        return None
+    return _warning(
         "long-sum",
-        "warning",
-        lambda row: row.op in _SUMS and _out(row) in _HALF and row.length > 2048,
-        "adds up {row.length:,} numbers for one of {dtype}",
+        f"adds up {row.length:,} numbers for one of {_output(row)}",
         "sum with dtype=torch.float32, or take the mean",
-    ),
-    (
+    )
+
+
+def _long_product(row: OpRow) -> Finding | None:
+    if row.op in _SUMS or _output(row) != "float16" or row.length < _LONG_PRODUCT:
+        return None
+    return _warning(
         "long-product",
-        "warning",
-        lambda row: row.op not in _SUMS and _out(row) == "float16" and row.length >= 2**15,
-        "adds up {row.length:,} products for one fp16 number, whose largest is 65504",
+        f"adds up {row.length:,} products for one fp16 number, whose largest is 65504",
         "scale the inputs down, use bfloat16, or set_module_precision(module, 'fp32')",
-    ),
-    (
+    )
+
+
+def _mixed_half(row: OpRow) -> Finding | None:
+    if not set(row.inputs) >= set(_HALF):
+        return None
+    return _warning(
         "mixed-half",
-        "warning",
-        lambda row: set(row.inputs) >= set(_HALF),
         "takes float16 and bfloat16 together",
         "use one half type: the region's dtype, the parameters' and FSDP's param_dtype",
-    ),
-    (
+    )
+
+
+def _half_accumulation(row: OpRow) -> Finding | None:
+    is_addition = row.function == "accumulate_grad" and row.op in ("add_", "add")
+    if not is_addition or not _is_half(row):
+        return None
+    return _warning(
         "half-accumulation",
-        "warning",
-        lambda row: row.function == "accumulate_grad" and row.op in ("add_", "add") and _half(row),
-        "gradients of several backward passes are added up in {dtype}",
+        f"gradients of several backward passes are added up in {_output(row)}",
         "keep float32 parameters, under a region or FSDP's param_dtype; or, in fully_shard, reduce "
         "once, by no_sync(), with MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-    ),
-    (
+    )
+
+
+def _half_reduction(row: OpRow) -> Finding | None:
+    is_reduction = any(name in row.op for name in _REDUCTIONS)
+    if not is_reduction or not _has_half_input(row):
+        return None
+    return _warning(
         "half-reduction",
-        "warning",
-        lambda row: (
-            any(name in row.op for name in _REDUCTIONS)
-            and row.inputs[:1] != ()
-            and row.inputs[0] in _HALF
-        ),
-        "sums over ranks are in {row.inputs[0]}",
+        f"sums over ranks are in {row.inputs[0]}",
         "keep float32 gradients, or FSDP's reduce_dtype=torch.float32; a hook with sums in fp32",
-    ),
+    )
+
+
+_Rule = Callable[[OpRow], Finding | None]
+_RULES_OF_FORWARD: tuple[_Rule, ...] = (_fp16_loss, _half_softmax, _half_norm, _long_sum)
+_RULES_OF_EVERY_PHASE: tuple[_Rule, ...] = (
+    _long_product,
+    _mixed_half,
+    _half_accumulation,
+    _half_reduction,
 )

@@ -1,4 +1,4 @@
-"""How far the policy that sampled is from the policy that trains, by their log probabilities."""
+"""logprob_mismatch: the distance between the policy that sampled and the policy that trains."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distamp.errors import RankMismatchError
 
 __all__ = ["logprob_mismatch"]
 
-# By torch's newer name where there is, which does not warn.
+# The newer name in torch, which does not warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Of tokens, and again of sequences: how many, sums, the largest, sums of ratios as logarithms.
-_SUMS = ("abs_mean", "k1", "k3", "clipped")
-_SENT = 1 + len(_SUMS) + 3
+_MEANS = ("abs_mean", "k1", "k3", "clipped")
+# The count, the sums of _MEANS, the largest magnitude, and the logarithms of two sums of ratios.
+_STATS_PER_UNIT = 1 + len(_MEANS) + 3
 
 
 def logprob_mismatch(
@@ -26,40 +26,43 @@ def logprob_mismatch(
     clip_range: float | tuple[float, float] = 0.2,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Measure how far the policy that sampled is from the one that trains, over all ranks.
+    """Measure the distance between the sampling and the training policy, over all ranks.
 
     Both give log probabilities of the same sampled tokens by the same weights: the sampler (an
-    inference engine) as it drew them, the trainer as it computes them before its first update.
-    With d = sampler - trainer and the ratio r = exp(-d) = p_trainer / p_sampler, each of these is
-    there for tokens (``token_``) and for sequences (``sequence_``), whose d is their tokens' sum:
+    inference engine) when it drew the tokens, the trainer before its first update. With
+    d = sampler - trainer and the ratio r = exp(-d) = p_trainer / p_sampler, the result has
+    these numbers for tokens (``token_``) and for sequences (``sequence_``). The d of a sequence is
+    the sum over its tokens.
 
     - ``abs_mean`` and ``abs_max``: the mean and the largest magnitude of d;
     - ``k1``: the mean of d, an estimate of KL(sampler, trainer) that may be negative;
-    - ``k3``: the mean of r - 1 + d, an estimate of the same that is steadier and never negative;
-    - ``ess``: the effective sample size of the ratios, sum(r)^2 / (n sum(r^2)), as a share: 1 if
-      all are equal, and what is left of the samples where they are weighted by the ratios;
-    - ``clipped``: the share whose ratio is outside the clip range before anything was learnt.
+    - ``k3``: the mean of r - 1 + d, a steadier estimate of KL that is never negative;
+    - ``ess``: the effective sample size of the ratios, sum(r)^2 / (n sum(r^2)), as a share of the
+      samples. It is 1 if all ratios are equal;
+    - ``clipped``: the share of ratios outside the clip range before any update.
 
-    Beside them are the counts ``tokens`` and ``sequences``. Sums are in float64. Every rank of the
-    group calls this, sends one message, waits for the device, and gets the same result. Where no
-    rank has a token, means are NaN.
+    The result also has the counts ``tokens`` and ``sequences``. Sums are in float64. The call sends
+    one message, waits for the device, and returns the same result on every rank. If no rank has a
+    token, means are NaN.
+
+    Collective: every rank of `process_group` must call this.
 
     Args:
-        sampler_logprobs: Floating point, (sequences, tokens); padded where lengths differ, as by
-            ``torch.nn.utils.rnn.pad_sequence``.
+        sampler_logprobs: Floating point, (sequences, tokens), padded if lengths differ, for
+            example by ``torch.nn.utils.rnn.pad_sequence``.
         trainer_logprobs: The same shape, floating point.
-        mask: The same shape, bool or numbers: not 0 where a token was sampled. None: everywhere.
-        clip_range: The epsilon of a clipped objective, whose range is 1 - epsilon to 1 + epsilon;
-            two of them where the lower and the upper one differ.
-        process_group: The ranks that have different sequences: of the data mesh, where tensor or
-            context parallel ranks share some. None is the default group, if there is one.
+        mask: The same shape, bool or numbers: not 0 at sampled tokens. None: all tokens.
+        clip_range: The epsilon of a clipped objective, with the range 1 - epsilon to 1 + epsilon;
+            a tuple if the lower and the upper epsilon differ.
+        process_group: The ranks that have different sequences: the group of the data mesh if tensor
+            or context parallel ranks share sequences. If None, the default group.
 
     Returns:
-        Numbers, as a logger takes them; each name begins with ``mismatch/``.
+        Numbers for a logger, with names that begin with ``mismatch/``.
 
     Raises:
-        ValueError: Shapes or dtypes are not those, or the range is not positive.
-        RankMismatchError: Another rank raised one of these.
+        ValueError: A shape, dtype or the range is wrong.
+        RankMismatchError: Another rank raised a ValueError.
 
     Source: Schulman, "Approximating KL Divergence" (2020), for k1 and k3; Kong, "A Note on
     Importance Sampling using Standardized Weights" (1992), for the effective sample size.
@@ -70,78 +73,104 @@ def logprob_mismatch(
     """
     error = None
     try:
-        sent = _sums(*_checked(sampler_logprobs, trainer_logprobs, mask), *_ends(clip_range))
-    except Exception as found:
-        # The other ranks wait for a message; a count of NaN tells them.
-        error, sent = found, torch.full((2 * _SENT,), torch.nan, dtype=torch.float64)
-    everyone = _gathered(sent, process_group)
+        is_token = _check_inputs(sampler_logprobs, trainer_logprobs, mask)
+        low, high = _clip_bounds(clip_range)
+        difference = sampler_logprobs.detach().double() - trainer_logprobs.detach().double()
+        # Padding outside the mask may have any value, and often has -inf.
+        difference = difference.masked_fill(~is_token, 0.0)
+        token_stats = _stats(difference[is_token], low, high)
+        sequence_stats = _stats(difference.sum(1)[is_token.any(1)], low, high)
+        stats = torch.cat([token_stats, sequence_stats])
+    except Exception as raised:
+        # The other ranks wait for a message. A count of NaN tells them to raise.
+        error = raised
+        stats = torch.full((2 * _STATS_PER_UNIT,), torch.nan, dtype=torch.float64)
+    gathered = _gather_stats(stats, process_group)
     if error is not None:
         raise error
-    bad = everyone[:, 0].isnan().nonzero().flatten().tolist()
-    if bad:
+    failed_ranks = gathered[:, 0].isnan().nonzero().flatten().tolist()
+    if failed_ranks:
         raise RankMismatchError(
-            f"logprob_mismatch() raised on rank {bad[0]} of the group, with its own error"
+            f"logprob_mismatch() raised on rank {failed_ranks[0]} of the group, with its own error"
         )
-    result = {}
-    for unit, part in zip(("token", "sequence"), everyone.split(_SENT, 1), strict=True):
-        count, sums = part[:, 0].sum(), part[:, 1 : 1 + len(_SUMS)].sum(0)
-        ratios, squares = part[:, -2:].logsumexp(0)
-        means = dict(zip(_SUMS, sums / count, strict=True))
-        means |= {"abs_max": part[:, -3].amax(), "ess": (2 * ratios - squares).exp() / count}
-        result[f"mismatch/{unit}s"] = count.item()
-        result |= {f"mismatch/{unit}_{name}": value.item() for name, value in means.items()}
+    token_stats, sequence_stats = gathered.split(_STATS_PER_UNIT, 1)
+    return _unit_result("token", token_stats) | _unit_result("sequence", sequence_stats)
+
+
+def _unit_result(unit: str, stats: Tensor) -> dict[str, float]:
+    """Return the numbers of tokens or sequences from the statistics of all ranks."""
+    count = stats[:, 0].sum()
+    sums = stats[:, 1 : 1 + len(_MEANS)].sum(0)
+    ratios, squared_ratios = stats[:, -2:].logsumexp(0)
+    result = {f"mismatch/{unit}s": count.item()}
+    for name, total in zip(_MEANS, sums, strict=True):
+        result[f"mismatch/{unit}_{name}"] = (total / count).item()
+    result[f"mismatch/{unit}_abs_max"] = stats[:, -3].amax().item()
+    effective_samples = (2 * ratios - squared_ratios).exp()
+    result[f"mismatch/{unit}_ess"] = (effective_samples / count).item()
     return result
 
 
-def _checked(sampler: Tensor, trainer: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the differences in float64, 0 outside the mask, and the mask."""
+def _check_inputs(sampler: Tensor, trainer: Tensor, mask: Tensor | None) -> Tensor:
+    """Raise for wrong dtypes and shapes; return the mask."""
     if not sampler.is_floating_point() or not trainer.is_floating_point():
         raise ValueError(
             f"log probabilities must be floating point, not {sampler.dtype} and {trainer.dtype}; "
             "are these token ids?"
         )
-    shapes = [tuple(each.shape) for each in (sampler, trainer, mask) if each is not None]
-    if sampler.ndim != 2 or len(set(shapes)) > 1:
+    if mask is None:
+        mask = torch.ones_like(trainer, dtype=torch.bool)
+    shapes = {tuple(sampler.shape), tuple(trainer.shape), tuple(mask.shape)}
+    if sampler.ndim != 2 or len(shapes) > 1:
         raise ValueError(
             f"log probabilities and mask must be of one shape (sequences, tokens), not "
-            f"{', '.join(map(str, shapes))}; pass those of the sampled tokens alone"
+            f"{', '.join(map(str, sorted(shapes)))}; pass those of the sampled tokens alone"
         )
-    where = torch.ones_like(trainer, dtype=torch.bool) if mask is None else mask.bool()
-    difference = sampler.detach().double() - trainer.detach().double()
-    # What stands beside the mask may be anything: padding is often -inf.
-    return difference.masked_fill(~where, 0.0), where
+    return mask.bool()
 
 
-def _ends(clip_range: float | tuple[float, float]) -> tuple[float, float]:
+def _clip_bounds(clip_range: float | tuple[float, float]) -> tuple[float, float]:
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     if not (low > 0 and high > 0):
         raise ValueError(f"clip_range must be positive, not {clip_range}; GRPO's is 0.2")
     return 1 - low, 1 + high
 
 
-def _sums(difference: Tensor, where: Tensor, low: float, high: float) -> Tensor:
-    """Return what this rank sends, of its tokens and of its sequences."""
-    sent = []
-    for d in (difference[where], difference.sum(1)[where.any(1)]):
-        ratio = (-d).exp()
-        k3 = (-d).expm1() + d
-        clipped = (ratio < low) | (ratio > high)
-        sums = [each.double().sum() for each in (d.abs(), d, k3, clipped)]
-        largest = d.abs().amax() if d.numel() else d.new_zeros(())
-        # Ratios of whole sequences may overflow, their logarithms do not.
-        logarithms = [(-d).logsumexp(0), (-2 * d).logsumexp(0)]
-        sent += [d.new_tensor(d.numel()), *sums, largest, *logarithms]
-    return torch.stack(sent)
+def _stats(difference: Tensor, low: float, high: float) -> Tensor:
+    """Return the statistics that this rank sends for tokens or for sequences."""
+    ratio = (-difference).exp()
+    k3 = (-difference).expm1() + difference
+    clipped = (ratio < low) | (ratio > high)
+    largest = difference.new_zeros(())
+    if difference.numel():
+        largest = difference.abs().amax()
+    stats = [difference.new_tensor(difference.numel())]
+    stats += [values.double().sum() for values in (difference.abs(), difference, k3, clipped)]
+    stats.append(largest)
+    # The ratio of a whole sequence may overflow, but its logarithm does not.
+    stats += [(-difference).logsumexp(0), (-2 * difference).logsumexp(0)]
+    return torch.stack(stats)
 
 
-def _gathered(sent: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """Return what every rank sent, (ranks, sent), on the host."""
+def _gather_stats(stats: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Return the statistics of every rank, one row each, on the host."""
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return sent.cpu()[None]
+        return stats.cpu()[None]
+    device = _message_device(stats, process_group)
+    world_size = dist.get_world_size(process_group)
+    gathered = stats.new_empty(world_size * len(stats), device=device)
+    _all_gather(gathered, stats.to(device), process_group)
+    return gathered.cpu().view(world_size, len(stats))
+
+
+def _message_device(stats: Tensor, process_group: ProcessGroup | None) -> str:
+    """Return a device type for which the group has a backend, the tensor's if it can be."""
     backends = dist.get_backend_config(process_group)
     accelerator = torch.accelerator.current_accelerator()
-    kinds = [sent.device.type, "cpu", *([accelerator.type] if accelerator is not None else [])]
-    device = next((kind for kind in kinds if f"{kind}:" in backends), sent.device)
-    everyone = sent.new_empty(dist.get_world_size(process_group) * len(sent), device=device)
-    _all_gather(everyone, sent.to(device), process_group)
-    return everyone.cpu().view(-1, len(sent))
+    device_types = [stats.device.type, "cpu"]
+    if accelerator is not None:
+        device_types.append(accelerator.type)
+    for device_type in device_types:
+        if f"{device_type}:" in backends:
+            return device_type
+    return stats.device.type

@@ -1,29 +1,29 @@
-"""Where a non-finite number was born, as a value: one sentence, and a table."""
+"""NonFiniteOrigin: the op or tensor that the first NaN or inf of a step comes from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distamp.report.rows import OUTSIDE
+from distamp.report.formatting import NO_MODULE, shorten
 
 __all__ = ["NonFiniteOrigin", "TensorRange"]
 
-_HELD = ("parameter", "buffer", "input")
+# Kinds in which the number was in a tensor before an op read it.
+_STORED_KINDS = ("parameter", "buffer", "input")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """What was in a tensor.
+    """The range of a tensor's elements.
 
     Attributes:
-        name: What the kernel calls it.
+        name: The name of the tensor among the op's arguments.
         shape: Its shape on this rank.
         dtype: Its dtype.
-        low: The smallest element; NaN where any is.
-        high: The largest.
+        low: The smallest element; NaN if any element is NaN.
+        high: The largest element; NaN if any element is NaN.
     """
 
     name: str
@@ -34,50 +34,61 @@ class TensorRange:
 
     @property
     def finite(self) -> bool:
-        """Whether all elements are."""
+        """True if all elements are finite."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     @property
     def is_nan(self) -> bool:
-        """Whether any element is NaN."""
+        """True if any element is NaN."""
         return math.isnan(self.low)
 
+    @property
+    def is_mask(self) -> bool:
+        """True if all elements except -inf are finite, as in an attention mask."""
+        return self.low == -math.inf and math.isfinite(self.high)
+
+    @property
+    def magnitude(self) -> float:
+        """The largest absolute value."""
+        return max(abs(self.low), abs(self.high))
+
     def __str__(self) -> str:
-        found = "NaN" if self.is_nan else f"{self.low:.4g} to {self.high:.4g}"
-        return f"{self.name:16} {self.dtype} {list(self.shape)}: {found}"
+        values = "NaN" if self.is_nan else f"{self.low:.4g} to {self.high:.4g}"
+        return f"{self.name:16} {self.dtype} {list(self.shape)}: {values}"
 
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteOrigin:
-    """Where the first non-finite number of a step was born; ``print`` gives a sentence and a table.
+    """The origin of the first NaN or inf of a step; ``print`` gives a sentence and a table.
 
     Attributes:
-        kind: ``"op"``; ``"parameter"`` or ``"buffer"``, which held it before the step; ``"input"``,
-            as ``"parameter"``, of a tensor of the step, or of what code outside of torch made;
-            ``"collective"``, to which no rank gave one; ``"unseen"``: the step as it ran was not
-            finite, and its replay is.
-        op: The function that was called, such as ``"linear"``; in backward, the one whose backward
-            this is.
+        kind: ``"op"``: an op computed the number. ``"parameter"`` or ``"buffer"``: a tensor of the
+            model held it before the step. ``"input"``: an input of the step held it, or code
+            outside torch wrote it. ``"collective"``: a collective of finite inputs returned it.
+            ``"unseen"``: the step as it ran was not finite, and its replay is.
+        op: The function that was called, such as ``"linear"``; in backward, the function of the
+            forward pass.
         kernel: The kernel that ran in it, such as ``"addmm"``.
-        module: The module's name; ``""`` is the model itself, ``"(outside)"`` what is not in it,
-            such as the loss.
-        parameter: The parameter or buffer that held it, or whose gradient it is first in.
+        module: The module's name; ``""`` is the model itself, ``"(outside)"`` code outside the
+            model, such as the loss.
+        parameter: The parameter or buffer that held the number, or the parameter of its gradient.
         direction: ``"forward"`` or ``"backward"``.
-        ranks: Where it was born.
-        micro_batch: At which call of the model, from 0.
-        line: ``file:line: code``, the innermost outside of torch; of the forward pass where a
-            backward kernel is C++.
-        inputs: What the kernel was given; for a collective, by rank.
-        output: What it gave; of what held it, that.
-        reached: What it spoilt: ``"loss"``, and names of parameters whose gradients it is in.
-        carried_by: The collectives by which it came to other ranks.
-        notes: What the replay could not show, and whether a second one gave the same numbers.
+        ranks: The ranks on which the number appeared.
+        micro_batch: The number of the model's call, from 0.
+        line: ``file:line: code``, the innermost line outside torch. For a backward kernel in C++
+            it is the line of the forward pass.
+        inputs: The inputs of the kernel; for a collective, one for each rank.
+        output: The output of the kernel, or the tensor that held the number.
+        reached: The results that are not finite because of it: ``"loss"``, and the parameters of
+            gradients.
+        carried_by: The collectives that brought it to other ranks.
+        notes: Limits of the replay, and whether a second replay gave the same numbers.
     """
 
     kind: str
     op: str = ""
     kernel: str = ""
-    module: str = OUTSIDE
+    module: str = NO_MODULE
     parameter: str = ""
     direction: str = "forward"
     ranks: tuple[int, ...] = ()
@@ -90,41 +101,47 @@ class NonFiniteOrigin:
     notes: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """What happened, in one sentence."""
+        """Return the event as one sentence."""
         if self.kind == "unseen":
             return "The step gave numbers that are not finite, and its replay gave none."
-        op = self.op if self.kernel in ("", self.op) else f"{self.op} ({self.kernel})"
-        where = f"{op} in {self.module or 'the model'}"
-        ranks = ("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks))
-        when = f"{ranks}, {self.direction} pass, micro-batch {self.micro_batch}"
-        made = "NaN" if self.output and self.output.is_nan else "inf"
+        value = "NaN" if self.output and self.output.is_nan else "inf"
+        place, time = self._place(), self._time()
         if self.kind == "input":
-            return f"An input held {made} that no operation had made, and {where} read it: {when}."
-        if self.kind in _HELD:
-            held = f"{self.kind} {self.parameter}"
-            return f"The {held} held {made} before the step, and {where} read it: {when}."
-        largest = max((max(abs(it.low), abs(it.high)) for it in self.inputs), default=0.0)
+            return f"An input held {value} that no operation had made, and {place} read it: {time}."
+        if self.kind in _STORED_KINDS:
+            tensor = f"{self.kind} {self.parameter}"
+            return f"The {tensor} held {value} before the step, and {place} read it: {time}."
+        largest = max((tensor.magnitude for tensor in self.inputs), default=0.0)
         cause = f"of finite inputs up to {largest:.3g}"
         if self.kind == "collective":
             cause = f"though every rank fed it finite numbers, up to {largest:.3g}"
-        elif not all(each.finite for each in self.inputs):
+        elif not all(tensor.finite for tensor in self.inputs):
             cause = "of the infinities of a mask"
-        return f"{where} made {made} {cause}: {when}."
+        return f"{place} made {value} {cause}: {time}."
+
+    def _place(self) -> str:
+        op = self.op
+        if self.kernel not in ("", self.op):
+            op = f"{self.op} ({self.kernel})"
+        return f"{op} in {self.module or 'the model'}"
+
+    def _time(self) -> str:
+        noun = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{noun} {ranks}, {self.direction} pass, micro-batch {self.micro_batch}"
 
     def __str__(self) -> str:
         rows = [("line", self.line), ("parameter", self.parameter)]
-        rows += [("input", str(each)) for each in self.inputs]
-        rows += [("output", str(self.output or ""))] if self.kind not in _HELD else []
-        rows += [("reached", _some(self.reached))]
-        rows += [("carried by", each) for each in self.carried_by]
-        rows += [("note", each) for each in self.notes]
-        return "\n".join([self.sentence(), *(f"  {k:10} {v}" for k, v in rows if v)])
+        rows += [("input", str(tensor)) for tensor in self.inputs]
+        if self.output is not None and self.kind not in _STORED_KINDS:
+            rows.append(("output", str(self.output)))
+        rows.append(("reached", shorten(self.reached)))
+        rows += [("carried by", collective) for collective in self.carried_by]
+        rows += [("note", note) for note in self.notes]
+        lines = [self.sentence()]
+        lines += [f"  {heading:10} {value}" for heading, value in rows if value]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types."""
+        """Return the origin as JSON types."""
         return {"sentence": self.sentence(), **asdict(self)}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more

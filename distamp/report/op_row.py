@@ -1,14 +1,10 @@
-"""One row of a precision report, and the names under which rows are shown."""
+"""One row of a precision report."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["OpRow", "collapsed"]
-
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+__all__ = ["OpRow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +54,3 @@ class OpRow:
         if not self.function or self.function == plain:
             return plain
         return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
-
-
-def collapsed(modules: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Map module names to names without the indices in which modules of a class differ.
-
-    ``h.0.attn`` and ``h.1.attn`` both become ``h.*.attn``.
-
-    Args:
-        modules: Names and classes.
-    """
-    groups: dict[tuple[str, str], set[str]] = {}
-    for name, kind in modules:
-        groups.setdefault((_INDEX.sub("*", name), kind), set()).add(name)
-    shown: dict[str, str] = {}
-    for group in groups.values():
-        columns = zip(*(name.split(".") for name in group), strict=True)
-        same = [column[0] if len(set(column)) == 1 else "*" for column in columns]
-        shown |= dict.fromkeys(group, ".".join(same))
-    return shown

@@ -1,13 +1,13 @@
-"""preflight: the precision report of a forward pass on a device that is not here.
+"""preflight: the precision report of a forward pass on a device that need not be present.
 
-Shapes and dtypes are real, nothing is computed and no memory is taken. The tensors are fake ones of
-the CPU, as a torch without the device can make no others, and follow the other device's op lists.
+Shapes and dtypes are real, but nothing is computed and no memory is taken. A torch without the
+device can only make fake tensors of the CPU, which follow the op lists of the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
@@ -26,20 +26,21 @@ from distamp.autocast.region import autocast
 from distamp.errors import ConfigError
 from distamp.precision_level import LevelLike, PrecisionLevel
 from distamp.report.findings import FP16_LOSS, Finding, Findings
-from distamp.report.recording import precision_report
-from distamp.report.rows import PrecisionReport, Written
+from distamp.report.formatting import JsonResult
+from distamp.report.precision_report import PrecisionReport, precision_report
 
 __all__ = ["Preflight", "preflight"]
 
 _CPU = torch.device("cpu")
+_AutocastState = tuple[bool, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight(Written):
+class Preflight(JsonResult):
     """The result of :func:`preflight`.
 
     Attributes:
-        report: What ran until the forward pass, and ``loss_fn``, ended or failed.
+        report: The ops up to the end or the failure of the forward pass and of ``loss_fn``.
         findings: The places to correct, as of :meth:`PrecisionReport.findings`; an error means
             that the forward pass failed.
     """
@@ -50,14 +51,15 @@ class Preflight(Written):
     @property
     def errors(self) -> tuple[Finding, ...]:
         """The findings of severity error."""
-        return tuple(each for each in self.findings if each.severity == "error")
+        return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def __str__(self) -> str:
         return f"{self.report}\n\n{self.findings}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON types."""
-        return {"findings": [*map(asdict, self.findings)], "report": self.report.to_dict()}
+        """Return the result as JSON types."""
+        findings = [asdict(finding) for finding in self.findings]
+        return {"findings": findings, "report": self.report.to_dict()}
 
 
 def preflight(
@@ -70,21 +72,23 @@ def preflight(
 ) -> Preflight:
     """Show the dtypes of a forward pass on a device that need not be present.
 
-    The table of :func:`precision_report`, of fake tensors; the model may stand on the meta device.
-    What a forward pass decides by values that it computed it decides by 0: a comparison is False,
-    an index the first (a router sends every token to the first experts). What stops the pass, such
-    as code that asks for the device itself, is an error among the findings. Where a device has
-    several kernels for one op, the CPU's are shown. The model is as before afterwards.
-    The op lists of another device, which it sets for CPU tensors, are removed when it returns.
+    The result has the table of :func:`precision_report`, of fake tensors. The model may be on the
+    meta device. If a forward pass decides by values that it computed, these values are 0: a
+    comparison is False, an index is the first (a router sends every token to the first experts).
+    An error that ends the pass, such as an error in code that needs the device itself, is a
+    finding of severity error. If a device has several kernels for one op, the table shows the
+    CPU's. The model is unchanged afterwards, and the op lists that preflight sets for CPU tensors
+    are removed when it returns.
 
     Args:
-        model: On any device, the meta device too.
+        model: The model, on any device, also on the meta device.
         example_inputs: One tensor, a tuple or list of positional arguments, or a mapping of keyword
-            arguments. Of floating point tensors only shapes and dtypes count, of masks, lengths and
-            the like values do.
-        device_type: ``"cuda"``, ``"cpu"`` or another that this torch has autocast for.
-        level: A level whose autocast region is shown: ``"fp16"``, ``"bf16"``, or the dtype of one.
-        loss_fn: Takes the model's output, returns the loss; runs inside the region.
+            arguments. Only shapes and dtypes of floating point tensors count. Values of masks,
+            lengths and other integers count.
+        device_type: ``"cuda"``, ``"cpu"`` or another device type for which this torch has
+            autocast.
+        level: A level with an autocast region: ``"fp16"``, ``"bf16"``, or a dtype.
+        loss_fn: A function from the model's output to the loss, which runs inside the region.
 
     Returns:
         The report and the findings, a :class:`Preflight`.
@@ -95,140 +99,184 @@ def preflight(
             by one.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"preflight takes the model, a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"preflight() takes the model, a torch.nn.Module, not {type(model).__name__}."
+        )
     autocast_key(device_type)
+    dtype = _region_dtype(level)
+    op_lists = None if device_type == "cpu" else _op_lists_for_cpu(device_type)
+    fakes = _FakeOnCPU(model, example_inputs, device_type, dtype)
+    findings: list[Finding] = []
+    with (
+        _restore_modules(model),
+        _pretend_autocast(device_type, dtype),
+        torch.random.fork_rng(devices=()),
+        autocast("cpu", dtype, ops=op_lists),
+        precision_report(model) as report,
+        ModuleTracker() as modules,
+        fakes,
+    ):
+        try:
+            output = _call_with_fakes(model, example_inputs, fakes)
+            if loss_fn is not None:
+                findings += _check_loss(loss_fn(output), fakes)
+        except Exception as error:
+            findings.append(_failure(error, modules, fakes))
+    dtype_name = str(dtype).removeprefix("torch.")
+    device = f"{device_type}, {dtype_name}, simulated"
+    complete = PrecisionReport(report.rows, report.model, device, report.settings)
+    findings += _refused_ops(complete, device_type)
+    findings += complete.findings()
+    return Preflight(complete, Findings(findings))
+
+
+def _region_dtype(level: LevelLike) -> torch.dtype:
+    """Return the dtype of a level's autocast region."""
     level = PrecisionLevel.from_name(level)
     if not level.autocasts or level.linear_recipe is not None:
         raise ConfigError(
             f"preflight() shows the casts of an autocast region, and {level.name} is not one of "
             "its levels. Pass level='fp16' or level='bf16'."
         )
-    dtype = level.compute
-    kwargs = example_inputs if isinstance(example_inputs, Mapping) else {}
-    args = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
-    args = () if kwargs else args
-    lists = None if device_type == "cpu" else _lists_of(device_type)
-    found: tuple[Finding, ...] = ()
-    fakes = _FakeOnCPU(model, example_inputs, device_type, dtype)
-    with (
-        _left_alone(model),
-        _region_there(device_type, dtype),
-        torch.random.fork_rng(devices=()),
-        autocast("cpu", dtype, ops=lists),
-        precision_report(model) as report,
-        ModuleTracker() as running,
-        fakes,
-    ):
-        try:
-            output = model(*fakes.fakes_of(tuple(args)), **fakes.fakes_of(dict(kwargs)))
-            loss = None if loss_fn is None else loss_fn(output)
-            if isinstance(loss, Tensor) and loss.dtype is torch.float16:
-                found = (replace(FP16_LOSS, op=fakes.function),)
-        except Exception as error:
-            first = next(iter(str(error).strip().splitlines()), "")
-            what = f"stops here: {type(error).__name__}: {first}"
-            fix = "use precision_report on a real step, if this only fails with fake tensors"
-            at = max(running.parents - {"Global"}, key=len, default="").partition(".")[2]
-            found = (Finding("error", "fails", at, fakes.function, what, fix),)
-    about = f"{device_type}, {str(dtype).removeprefix('torch.')}, simulated"
-    done = PrecisionReport(report.rows, report.model, about, report.settings)
-    return Preflight(done, Findings((*found, *_forbidden(done, device_type), *done.findings())))
+    return level.compute
 
 
-def _lists_of(device_type: str) -> OpLists:
+def _call_with_fakes(model: nn.Module, example_inputs: Any, fakes: _FakeOnCPU) -> Any:
+    """Run the forward pass with the fakes of its inputs."""
+    if isinstance(example_inputs, Mapping) and example_inputs:
+        return model(**fakes.substitute(dict(example_inputs)))
+    if isinstance(example_inputs, tuple | list):
+        return model(*fakes.substitute(tuple(example_inputs)))
+    return model(fakes.substitute(example_inputs))
+
+
+def _check_loss(loss: Any, fakes: _FakeOnCPU) -> list[Finding]:
+    if isinstance(loss, Tensor) and loss.dtype is torch.float16:
+        return [replace(FP16_LOSS, op=fakes.function)]
+    return []
+
+
+def _failure(error: Exception, modules: ModuleTracker, fakes: _FakeOnCPU) -> Finding:
+    """Return an error that ended the forward pass as a finding."""
+    lines = str(error).strip().splitlines() or [""]
+    innermost = max(modules.parents - {"Global"}, key=len, default="")
+    _, _, module = innermost.partition(".")
+    return Finding(
+        "error",
+        "fails",
+        module,
+        fakes.function,
+        f"stops here: {type(error).__name__}: {lines[0]}",
+        "use precision_report on a real step, if this only fails with fake tensors",
+    )
+
+
+def _op_lists_for_cpu(device_type: str) -> OpLists:
     """Return op lists that cast CPU tensors like tensors of another device type."""
-    lists, cpus = OpLists.of_torch(device_type), OpLists.of_torch("cpu")
-    return replace(lists, unlisted=cpus.by_op().keys() - lists.by_op().keys())
+    op_lists = OpLists.of_torch(device_type)
+    cpu_ops = OpLists.of_torch("cpu").by_op().keys()
+    return replace(op_lists, unlisted=cpu_ops - op_lists.by_op().keys())
 
 
-def _forbidden(report: PrecisionReport, device_type: str) -> Iterator[Finding]:
+def _refused_ops(report: PrecisionReport, device_type: str) -> list[Finding]:
     """Return findings for ops that torch refuses in every region except the CPU's."""
+    findings = []
     for row in report.rows:
         if row.op == "binary_cross_entropy" and device_type != "cpu":
-            what = f"raises in a region of {device_type}: its fp16 gradients overflow"
+            message = f"raises in a region of {device_type}: its fp16 gradients overflow"
             fix = "return logits and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)"
-            yield Finding("error", "forbidden", row.module, row.op, what, fix)
+            findings.append(Finding("error", "forbidden", row.module, row.op, message, fix))
+    return findings
 
 
 class _FakeOnCPU(TorchFunctionMode):
-    """Has torch functions take the fakes of some tensors in their place.
+    """Function mode that passes fake tensors of the CPU instead of some tensors.
 
-    Fakes are floating point. What is computed of real tensors alone, such as masks and lengths,
-    stays real and decides as it would on the device; what fakes are compared or sorted to is 0.
+    All fakes are floating point. Results of real tensors, such as masks and lengths, stay real and
+    decide as they would on the device. Results of fakes that are not floating point are 0.
 
     Args:
-        model: Its parameters and buffers get fakes.
-        inputs: So do its floating point inputs, and those on the meta device.
-        device_type: Whose regions, opened in the model by name, are followed.
-        dtype: Of the region around.
+        model: The model; its parameters and buffers get fakes.
+        inputs: The inputs; tensors that are floating point or on the meta device get fakes.
+        device_type: The device type; regions of it inside the model have an effect.
+        dtype: The dtype of the region around the model.
+
+    Attributes:
+        function: The name of the last torch function.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, device_type: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self._device_type = device_type
-        self._region = (True, dtype)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.function = ""
-        given = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
-        replaced = [each for each in given if _floating(each) or each.is_meta]
-        replaced += [*model.parameters(), *model.buffers()]
-        # A fake has strides, which a sparse or nested tensor lacks: it stays real.
-        replaced = [each for each in replaced if each.layout is torch.strided]
-        replaced = [each for each in replaced if not each.is_nested]
-        self._fakes = {
-            id(each): self._fake(each if _floating(each) else each.clone()) for each in replaced
-        }
+        self._device_type = device_type
+        self._region: _AutocastState = (True, dtype)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes: dict[int, Tensor] = {}
+        self._add_fakes(tensor for tensor in _tensors(inputs) if _has_fake(tensor))
+        self._add_fakes(model.parameters())
+        self._add_fakes(model.buffers())
+
+    def _add_fakes(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            # A sparse or nested tensor has no strides for a fake, so it stays real.
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                source = tensor if _is_floating(tensor) else tensor.clone()
+                self._fakes[id(tensor)] = self._fake(source)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.function = getattr(func, "__name__", "")
-        args, kwargs = self.fakes_of((args, kwargs or {}))
+        args, kwargs = self.substitute((args, kwargs or {}))
         if func is Tensor.cuda:
             func, args = Tensor.cpu, args[:1]
         elif func is Tensor.to:
-            args = tuple(_CPU if isinstance(each, str | torch.device) else each for each in args)
+            args = tuple(_CPU if isinstance(arg, str | torch.device) else arg for arg in args)
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
-        if not any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
+        if not any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, kwargs))):
             return func(*args, **kwargs)
         try:
-            with self._mode, self._as_there():
-                out = func(*args, **kwargs)
+            with self._mode, self._region_of_device():
+                output = func(*args, **kwargs)
         except RuntimeError:
-            # It has no fake kernel, or one that would have to know values.
+            # The op has no fake kernel, or its fake kernel needs values.
             args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs))
-            out = func(*args, **kwargs)
-        return tree_map_only(Tensor, self._fake, out)
+            output = func(*args, **kwargs)
+        return tree_map_only(Tensor, self._fake, output)
 
-    def _as_there(self) -> AbstractContextManager[Any]:
-        """Regions that the model left or switched off for the other device, on the CPU."""
-        on, dtype = _state(self._device_type)
-        if (on, dtype) == self._region:
-            return nullcontext()
-        return torch.autocast("cpu", dtype, enabled=on)
+    @contextmanager
+    def _region_of_device(self) -> Iterator[None]:
+        """Apply a region that the model opened for the device to CPU tensors."""
+        state = _autocast_state(self._device_type)
+        if state == self._region:
+            yield
+            return
+        enabled, dtype = state
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            yield
 
-    def fakes_of(self, values: Any) -> Any:
-        """The same values with fakes in the place of what they stand for."""
-        return tree_map_only(Tensor, lambda each: self._fakes.get(id(each), each), values)
+    def substitute(self, values: Any) -> Any:
+        """Return nested values with fakes instead of their tensors."""
+        return tree_map_only(Tensor, lambda tensor: self._fakes.get(id(tensor), tensor), values)
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        """A fake of a floating point tensor; of another one zeros, if its values are unknown."""
-        unknown = isinstance(tensor, FakeTensor) or tensor.is_meta
-        if not _floating(tensor):
-            return _zeros(tensor) if unknown else tensor
+        """Return a fake of a floating point tensor, and zeros for integers without values."""
+        if not _is_floating(tensor):
+            has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+            return tensor if has_values else _zeros(tensor)
         if isinstance(tensor, FakeTensor):
             return tensor
         with _disable_current_modes(), self._mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            return made.requires_grad_(tensor.requires_grad)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return fake.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _region_there(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Switch autocast on for a device that is not here, so that code can switch it off by name."""
-    before = _state(device_type)
-    # torch's own regions ask these whether there is such a device, and switch themselves off.
+def _pretend_autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Switch autocast on for an absent device, so that the model's regions of it have an effect."""
+    enabled_before, dtype_before = _autocast_state(device_type)
+    # Without its device, a region of torch switches itself off by these functions.
     with (
         mock.patch.object(
             torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
@@ -236,23 +284,31 @@ def _region_there(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
     ):
         try:
-            _set_state(device_type, True, dtype)
+            _set_autocast_state(device_type, True, dtype)
             yield
         finally:
-            _set_state(device_type, *before)
+            _set_autocast_state(device_type, enabled_before, dtype_before)
 
 
-def _state(device_type: str) -> tuple[bool, torch.dtype]:
+def _autocast_state(device_type: str) -> _AutocastState:
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
-def _set_state(device_type: str, enabled: bool, dtype: torch.dtype) -> None:
+def _set_autocast_state(device_type: str, enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_enabled(device_type, enabled)
     torch.set_autocast_dtype(device_type, dtype)
 
 
-def _floating(tensor: Tensor) -> bool:
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _has_fake(tensor: Tensor) -> bool:
+    return _is_floating(tensor) or tensor.is_meta
 
 
 def _zeros(tensor: Tensor) -> Tensor:
@@ -261,13 +317,16 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Put every module's attributes and buffers back, whatever forward assigned."""
-    kept = [(each, dict(vars(each)), dict(vars(each)["_buffers"])) for each in model.modules()]
+def _restore_modules(model: nn.Module) -> Iterator[None]:
+    """Restore every attribute and buffer that the forward pass assigns to a module."""
+    saved = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        saved.append((module, attributes, dict(attributes["_buffers"])))
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
+        for module, attributes, buffers in saved:
             vars(module).clear()
             vars(module).update(attributes)
             attributes["_buffers"].clear()

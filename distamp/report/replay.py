@@ -1,4 +1,4 @@
-"""find_first_nonfinite: where the first NaN or inf of a step was born, found by replaying it."""
+"""find_first_nonfinite and StepReplay: the origin of a NaN or inf, by a replay of the step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -19,51 +19,57 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp.errors import CallOrderError
 from distamp.fsdp_params import sharded_params
 from distamp.module_names import module_names
-from distamp.process_group import GroupLike, resolve_process_group
-from distamp.report.following import (
-    begin_call,
-    every_rank,
-    held_by,
-    is_first_rank,
-    local_of,
-    raised_on_every_rank,
-    tensors_in,
-)
+from distamp.process_group import GroupLike
 from distamp.report.nonfinite import NonFiniteOrigin
-from distamp.report.origins import Watch, first_of, floats_in, range_of
+from distamp.report.nonfinite_tracer import (
+    NonFiniteTracer,
+    floating_tensors,
+    merge_ranks,
+    tensor_range,
+)
+from distamp.report.rank_group import RankGroup
+from distamp.report.tensors import flatten_tensors, local_tensor, model_tensors
+from distamp.report.tracing import StepTracer
 
 __all__ = ["StepReplay", "find_first_nonfinite"]
 
 _log = logging.getLogger("distamp.report")
+# The number of in-place changes of a tensor, which autograd counts.
 _version = operator.attrgetter("_version")
+_MAX_REPLAYS = 3
+# A scaler finds its loss scale by skipping steps, so fewer skips in a row are not replayed.
+_SKIPS_BEFORE_REPLAY = 3
 
 
-class _Kept:
-    """What a step moves besides gradients: states of random numbers, and buffers."""
+class _StepSnapshot:
+    """The state that a step changes besides gradients: random states and buffers.
+
+    Args:
+        model: The model of the step.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._random = _random_states()
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._syncs = [(each, each.require_forward_param_sync) for each in _ddp_in(model)]
+        self._random_states = _random_states()
+        self._buffers = []
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                self._buffers.append((module, name, buffer, buffer.detach().clone()))
+        self._param_syncs = [(ddp, ddp.require_forward_param_sync) for ddp in _ddp_modules(model)]
 
-    def put_back(self) -> None:
-        """Put all of it back as it was."""
-        for put, state in self._random:
-            put(state)
+    def restore(self) -> None:
+        """Restore the state."""
+        for set_state, state in self._random_states:
+            set_state(state)
         with torch.no_grad():
-            for module, name, buffer, copy in self._buffers:
-                buffer.copy_(copy)
+            for module, name, buffer, saved in self._buffers:
+                buffer.copy_(saved)
                 setattr(module, name, buffer)
-        for each, sync in self._syncs:
-            each.require_forward_param_sync = sync
+        for ddp, param_sync in self._param_syncs:
+            ddp.require_forward_param_sync = param_sync
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
-    """The states of torch's, python's and numpy's random numbers, and what puts each back."""
+    """Return the random states of torch, python and numpy, each with its setter."""
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -77,60 +83,41 @@ def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
     return states
 
 
-def _run(step: Callable[[], Any], model: nn.Module, watch: Watch | None) -> bool:
-    """Run forward and backward; return whether all losses and gradients are finite."""
-    _drop_gradients(model)
-    with ExitStack() as stack:
-        for ddp in _ddp_in(model):
-            # What such a hook keeps between steps would move. A mean of finite gradients is finite.
-            if _hooks_with_a_state(ddp):
-                stack.enter_context(ddp.no_sync())
-        if watch is not None:
-            stack.enter_context(watch.following())
-            # Backward passes of every device in this thread, whose modes see them.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        losses = tensors_in(step())
-    named = [("loss", each) for each in losses] + _gradients(model)
-    if watch is not None:
-        for name, each in named:
-            watch.reach(each, name)
-    return all(
-        range_of(name, it).finite for name, each in named for it in floats_in(local_of(each))
-    )
-
-
 def _gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
-    held = held_by(module_names(model))
-    return [(name, tensor.grad) for _, name, _, tensor in held if tensor.grad is not None]
+    """Return the gradients of a model with the names of their parameters."""
+    rows = model_tensors(module_names(model))
+    return [(row.name, row.tensor.grad) for row in rows if row.tensor.grad is not None]
 
 
-def _ddp_in(model: nn.Module) -> list[DistributedDataParallel]:
-    return [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+def _ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def _drop_gradients(model: nn.Module) -> None:
-    for parameter in sharded_params(model.parameters()):
-        parameter.grad = None
+    for param in sharded_params(model.parameters()):
+        param.grad = None
 
 
-def _hooks_with_a_state(model: DistributedDataParallel) -> list[str]:
-    """Names of the communication hooks that keep something between steps."""
-    hooks = getattr(model, "_comm_hooks", ())
-    stateless = dist.ProcessGroup | None
-    return [getattr(hook, "__name__", "?") for hook, own in hooks if not isinstance(own, stateless)]
+def _stateful_hooks(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of communication hooks that keep a state between steps."""
+    names = []
+    for hook, state in getattr(ddp, "_comm_hooks", ()):
+        if not isinstance(state, dist.ProcessGroup | None):
+            names.append(getattr(hook, "__name__", "?"))
+    return names
 
 
 def find_first_nonfinite(
     step: Callable[[], Any], model: nn.Module, *, process_group: GroupLike = None
 ) -> NonFiniteOrigin | None:
-    """Find where the first NaN or inf of a step is born, by running the step again.
+    """Find the operation that made the first NaN or inf of a step, by running the step again.
 
-    ``torch.autograd.set_detect_anomaly`` raises in the first backward function that returns a NaN;
-    this names the operation that made the first one, in forward or backward, on which rank.
-    It runs the step two to four times, and leaves every gradient None. States of random numbers and
-    buffers are put back. Compiled code runs once compiled and then eagerly: a compiled step that is
-    finite has no answer, also if its eager replay overflows, which is logged. DDP's communication
-    hooks that have a state are left out, as it would move.
+    ``torch.autograd.set_detect_anomaly`` raises in the first backward function that returns a NaN.
+    This function names the operation that made the first one, in forward or backward, and its
+    rank. It runs the step two to four times, and leaves every gradient None. It restores random
+    states and buffers. Compiled code runs once compiled and then eagerly: the result for a compiled
+    step that is finite is None, and an overflow of its eager replay is logged. Communication hooks
+    of DDP that have a state do not run, because the replay would change the state.
 
     Collective: every rank of `process_group` must call this. Each passes the same step.
 
@@ -143,30 +130,39 @@ def find_first_nonfinite(
         print(distamp.find_first_nonfinite(step, model))
 
     Args:
-        step: Runs forward and backward passes and nothing else, with the same batches each time.
-            What it returns counts as losses.
-        model: Whose modules it runs, as it is wrapped.
-        process_group: The ranks that train the model. None is the default group.
+        step: A function that runs forward and backward passes and nothing else, with the same
+            batches each time. Tensors that it returns count as losses.
+        model: The model of the step, in its wrappers.
+        process_group: The ranks that train the model; the default group if None.
 
     Returns:
-        Where it was born, the same on every rank; None if all losses and gradients are finite.
-        ``kind="unseen"`` if the replay shows nothing, and gradients were not finite before, or are
-        not when nobody watches, as of compiled code.
+        The origin, the same on every rank, or None if all losses and gradients are finite.
+        ``kind="unseen"`` if the replay is finite, but gradients were not finite before the call, or
+        are not in a run without a trace, as in compiled code.
 
     Raises:
         TypeError: ``model`` is not a module, or ``step`` cannot be called.
         RankMismatchError: Another rank makes another call.
-        DistampError: ``step`` raised on another rank. Where it raises here, that is raised.
+        DistampError: ``step`` raised on another rank. The rank on which it raised has its own
+            error.
     """
-    group = begin_call("find_first_nonfinite()", process_group)
-    with raised_on_every_rank("find_first_nonfinite()", group):
+    group = RankGroup.begin("find_first_nonfinite()", process_group)
+    with group.raise_together("find_first_nonfinite()"):
         if not isinstance(model, nn.Module) or not callable(step):
             raise TypeError(
                 "find_first_nonfinite takes a function that runs forward and backward, and the "
                 f"model, a torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
             )
-        kept = _Kept(model)
-    return _search(step, model, kept, (), False, group)
+        snapshot = _StepSnapshot(model)
+    return _Search(step, model, snapshot, group).run()
+
+
+class _Recorded(NamedTuple):
+    """A step that was recorded before it ran, with the versions of its batches."""
+
+    step: Callable[[], Any]
+    snapshot: _StepSnapshot
+    versions: list[tuple[Tensor, int]]
 
 
 class StepReplay:
@@ -185,33 +181,33 @@ class StepReplay:
             guard.step(optimizer)
             guard.update()                 # replays a step that was skipped, and logs why
 
-    It is replayed where it was skipped and nothing scales the loss, or a gradient has a NaN, or
-    three steps in a row were skipped; once in a row of skipped steps. The answer is logged as
-    ``distamp.report`` at WARNING. While a step is kept, ``update`` reads the flag on the host,
-    which waits for a device. Every rank of the guard or scaler keeps its step: the replay
-    is over its ``process_group``.
+    A skipped step is replayed if nothing scales the loss, if a gradient has a NaN, or if three
+    steps in a row were skipped; of a row of skipped steps one is replayed. The answer is logged as
+    ``distamp.report`` at WARNING. After `record`, ``update`` reads the flag on the host, which
+    waits for a device. Every rank of the guard or scaler records its step, because the replay runs
+    over its ``process_group``.
 
     Args:
-        model: As it is wrapped.
+        model: The model of the step, in its wrappers.
 
     Attributes:
-        found: The last answer; None if there was none yet, or all was finite.
+        found: The last answer; None if there was none yet, or if the replay was finite.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.found: NonFiniteOrigin | None = None
         self._model = model
         self._guard: Any = None
-        self._kept: tuple[Callable[[], Any], _Kept, list[tuple[Tensor, int]]] | None = None
-        # How many steps were skipped in a row; -1 once they were replayed.
+        self._recorded: _Recorded | None = None
         self._skips = 0
+        self._was_replayed = False
 
     def attach(self, guard: Any) -> Self:
         """Have a guard or a scaler replay its skipped steps by this object.
 
         Args:
-            guard: A `StepGuard` or a `DistGradScaler`, such as ``amp.scaler``. It replays by one
-                object, so this one takes the place of another.
+            guard: A `StepGuard` or a `DistGradScaler`, such as ``amp.scaler``. This object
+                replaces a `StepReplay` that was attached before.
 
         Returns:
             This object.
@@ -229,11 +225,11 @@ class StepReplay:
         return self
 
     def detach(self) -> None:
-        """Stop what `attach` began; does nothing if there was no guard."""
+        """Stop the replays that `attach` began, if there was a guard."""
         if self._guard is not None:
             self._guard.attach_replay(None)
         self._guard = None
-        self._kept = None
+        self._recorded = None
 
     def record(self, step: Callable[[], Any], *batches: Any) -> None:
         """Record a step before it runs, so that ``update`` replays it if it is skipped.
@@ -242,8 +238,8 @@ class StepReplay:
 
         Args:
             step: As of `find_first_nonfinite`, with the loss scaled by a scaler if there is one.
-            batches: Batches of the step, in any nesting. The answer says if they changed in place
-                before the replay.
+            batches: Batches of the step, in any nesting. The answer has a note if they changed in
+                place before the replay.
 
         Raises:
             CallOrderError: `attach` was not called.
@@ -253,8 +249,8 @@ class StepReplay:
                 "record() was called on a StepReplay that no guard or scaler would call. Attach it "
                 "first: replay = StepReplay(model).attach(guard)."
             )
-        versions = [(each, _version(each)) for each in tensors_in(batches)]
-        self._kept = step, _Kept(self._model), versions
+        versions = [(tensor, _version(tensor)) for tensor in flatten_tensors(batches)]
+        self._recorded = _Recorded(step, _StepSnapshot(self._model), versions)
 
     def on_update(
         self,
@@ -263,105 +259,191 @@ class StepReplay:
         stepped: Sequence[Tensor],
         process_group: GroupLike = None,
     ) -> None:
-        """Replay what was kept, if it was skipped as it should not be.
+        """Replay the recorded step if it was skipped for another reason than the loss scale.
 
         Collective: every rank of `process_group` must call this.
 
         Args:
-            skipped: Reads whether any optimizer skipped its step, the same on every rank.
-            scaled: Whether a loss is scaled: then some steps are skipped for its overflow.
-            stepped: What optimizers step: masters have taken the model's gradients.
+            skipped: A function that reads whether any optimizer skipped its step, the same on
+                every rank.
+            scaled: Whether a loss is scaled, so that some steps are skipped for its overflow.
+            stepped: The parameters of the optimizers; masters have taken the model's gradients.
             process_group: The ranks of the guard or scaler.
         """
-        group = resolve_process_group(process_group)
-        if self._kept is None:
+        group = RankGroup.resolve(process_group)
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
             return
-        (step, kept, versions), self._kept = self._kept, None
         if not skipped():
             self._skips = 0
-        elif self._skips >= 0:
-            self._skips += 1
-            taken = [each.grad for each in stepped if each.grad is not None]
-            gradients = taken + [gradient for _, gradient in _gradients(self._model)]
-            nan = any(range_of("", local_of(each)).is_nan for each in gradients)
-            if any(every_rank(nan or not scaled or self._skips >= 3, group)):
-                mine = any(_version(each) != version for each, version in versions)
-                changed = any(every_rank(mine, group))
-                notes = ["a batch was changed in place since the step was recorded"] * changed
-                self._skips = -1
-                self.found = _search(step, self._model, kept, notes, True, group)
-                if is_first_rank(group):
-                    _log.warning("a step was skipped: %s", self.found)
+            self._was_replayed = False
+            return
+        self._skips += 1
+        if self._was_replayed:
+            return
+        must_replay = not scaled or self._skips >= _SKIPS_BEFORE_REPLAY or self._has_nan(stepped)
+        if not any(group.gather(must_replay)):
+            return
+        changed = any(_version(tensor) != version for tensor, version in recorded.versions)
+        search = _Search(recorded.step, self._model, recorded.snapshot, group, was_skipped=True)
+        if any(group.gather(changed)):
+            search.notes.append("a batch was changed in place since the step was recorded")
+        self._was_replayed = True
+        self.found = search.run()
+        if group.is_first:
+            _log.warning("a step was skipped: %s", self.found)
+
+    def _has_nan(self, stepped: Sequence[Tensor]) -> bool:
+        gradients = [param.grad for param in stepped if param.grad is not None]
+        gradients += [gradient for _, gradient in _gradients(self._model)]
+        return any(tensor_range("", local_tensor(gradient)).is_nan for gradient in gradients)
 
 
-def _runs_finite(
-    step: Callable[[], Any], model: nn.Module, kept: _Kept, group: dist.ProcessGroup | None
-) -> bool:
-    """Run the step without a watch; return whether it is finite on every rank."""
-    with raised_on_every_rank("the step that is replayed", group):
-        kept.put_back()
-        is_finite = _run(step, model, None)
-    return all(every_rank(is_finite, group))
+@dataclass
+class _Replay:
+    """One traced replay.
 
-
-def _search(
-    step: Callable[[], Any],
-    model: nn.Module,
-    kept: _Kept,
-    notes: Sequence[str],
-    was_skipped: bool,
-    group: dist.ProcessGroup | None,
-) -> NonFiniteOrigin | None:
-    """Replay a step from what was kept; say ``notes`` in the answer.
-
-    Collective: every rank of ``group`` must call this.
+    Attributes:
+        origin: The first origin on all ranks; None if the replay was finite.
+        totals: The total of each rank, which is equal in two equal replays.
+        ran_compiled: Whether compiled code ran eagerly on any rank.
     """
-    now = _Kept(model)
-    finite = not was_skipped and all(
-        range_of("", local_of(it)).finite for _, it in _gradients(model)
-    )
-    found: list[NonFiniteOrigin | None] = []
-    totals = []
-    ran_compiled = False
-    runs_finite: bool | None = None
-    try:
-        if any(every_rank("torch._dynamo" in sys.modules, group)):
-            # Compiled code runs before its eager replay: under a function mode torch.compile would
-            # give up a function that it has not compiled yet.
-            runs_finite = _runs_finite(step, model, kept, group)
-        for _ in range(3):
-            with raised_on_every_rank("the step that is replayed", group):
-                kept.put_back()
-                watch = Watch(model)
-                _run(step, model, watch)
-            answer = watch.fed, watch.reached, watch.total, watch.ran_compiled
-            everyone = every_rank(answer, group)
-            found.append(first_of([each[:2] for each in everyone]))
-            totals.append([each[2] for each in everyone])
-            ran_compiled |= any(each[3] for each in everyone)
-            # Where the second differs a third decides: only the first makes a scaler's scale.
-            if found[-1] is None or totals[-1] in totals[:-1]:
-                break
-        if found[0] is None and runs_finite is None:
-            runs_finite = _runs_finite(step, model, kept, group)
-        if found[0] is None or ran_compiled:
-            finite = all(every_rank(finite, group)) and runs_finite is True
-    finally:
-        now.put_back()
-        _drop_gradients(model)
-    hooks = [name for each in _ddp_in(model) for name in _hooks_with_a_state(each)]
-    notes = [*notes, *(f"the communication hook {name} was left out" for name in hooks)]
-    if ran_compiled:
-        notes.append("compiled code ran eagerly in the replay, which may round otherwise")
-    if found[0] is not None and ran_compiled and runs_finite:
-        # The eager run overflowed, and it is not the step that trains.
-        sentence = f"the compiled step was finite. Its eager replay was not: {found[0].sentence()}"
-        if is_first_rank(group):
+
+    origin: NonFiniteOrigin | None
+    totals: list[float]
+    ran_compiled: bool
+
+
+class _Search:
+    """The search for the first non-finite number of one step.
+
+    Args:
+        step: The step.
+        model: Its model.
+        snapshot: The state before the step.
+        group: The ranks.
+        was_skipped: Whether the step was not finite when it ran.
+
+    Attributes:
+        notes: Sentences for the answer.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        model: nn.Module,
+        snapshot: _StepSnapshot,
+        group: RankGroup,
+        was_skipped: bool = False,
+    ) -> None:
+        self.notes: list[str] = []
+        self._step = step
+        self._model = model
+        self._snapshot = snapshot
+        self._group = group
+        self._was_skipped = was_skipped
+        self._untraced_is_finite: bool | None = None
+
+    def run(self) -> NonFiniteOrigin | None:
+        """Return the origin, or None if the step is finite.
+
+        Collective: every rank of the group must call this.
+        """
+        present = _StepSnapshot(self._model)
+        was_finite = self._had_finite_gradients()
+        try:
+            replays = self._replay()
+            origin = replays[0].origin
+            if origin is None and self._untraced_is_finite is None:
+                self._untraced_is_finite = self._run_untraced()
+            was_finite = all(self._group.gather(was_finite))
+        finally:
+            present.restore()
+            _drop_gradients(self._model)
+        is_finite = was_finite and self._untraced_is_finite is True
+        for ddp in _ddp_modules(self._model):
+            for hook in _stateful_hooks(ddp):
+                self.notes.append(f"the communication hook {hook} was left out")
+        if any(replay.ran_compiled for replay in replays):
+            self.notes.append("compiled code ran eagerly in the replay, which may round otherwise")
+            if origin is not None and self._untraced_is_finite:
+                self._note_eager_overflow(origin)
+                origin = None
+        if origin is None:
+            return None if is_finite else NonFiniteOrigin("unseen", notes=tuple(self.notes))
+        if not _is_repeated(replays):
+            self.notes.append(
+                "the step is not deterministic: a second replay computed other numbers"
+            )
+        return replace(origin, notes=tuple(self.notes))
+
+    def _had_finite_gradients(self) -> bool:
+        if self._was_skipped:
+            return False
+        for _, gradient in _gradients(self._model):
+            if not tensor_range("", local_tensor(gradient)).finite:
+                return False
+        return True
+
+    def _note_eager_overflow(self, origin: NonFiniteOrigin) -> None:
+        """Log and note an overflow of the eager replay, which the compiled step does not have."""
+        sentence = f"the compiled step was finite. Its eager replay was not: {origin.sentence()}"
+        if self._group.is_first:
             _log.warning("%s", sentence)
-        notes.append(sentence)
-        return None if finite else NonFiniteOrigin("unseen", notes=tuple(notes))
-    if found[0] is None:
-        return None if finite else NonFiniteOrigin("unseen", notes=tuple(notes))
-    if totals[-1] not in totals[:-1]:
-        notes.append("the step is not deterministic: a second replay computed other numbers")
-    return replace(found[0], notes=tuple(notes))
+        self.notes.append(sentence)
+
+    def _replay(self) -> list[_Replay]:
+        """Replay the step under a trace until a replay is finite or equal to an earlier one."""
+        if any(self._group.gather("torch._dynamo" in sys.modules)):
+            # Under a function mode, torch.compile would never compile a function again.
+            self._untraced_is_finite = self._run_untraced()
+        replays: list[_Replay] = []
+        # Only the first run makes the scale of a new scaler, so a second run may differ from it,
+        # and a third one decides.
+        while len(replays) < _MAX_REPLAYS:
+            replays.append(self._run_traced())
+            if replays[-1].origin is None or _is_repeated(replays):
+                break
+        return replays
+
+    def _run_traced(self) -> _Replay:
+        with self._group.raise_together("the step that is replayed"):
+            self._snapshot.restore()
+            listener = NonFiniteTracer(self._model)
+            tracer = StepTracer((self._model,), [listener])
+            for name, result in self._run_step(tracer):
+                listener.check_result(name, result)
+        results = self._group.gather(listener.result)
+        totals = [result.total for result in results]
+        ran_compiled = any(result.ran_compiled for result in results)
+        return _Replay(merge_ranks(results), totals, ran_compiled)
+
+    def _run_untraced(self) -> bool:
+        """Run the step without a trace; return whether it is finite on every rank."""
+        with self._group.raise_together("the step that is replayed"):
+            self._snapshot.restore()
+            is_finite = True
+            for name, result in self._run_step(None):
+                for tensor in floating_tensors(local_tensor(result)):
+                    is_finite = is_finite and tensor_range(name, tensor).finite
+        return all(self._group.gather(is_finite))
+
+    def _run_step(self, tracer: StepTracer | None) -> list[tuple[str, Tensor]]:
+        """Run the step; return its losses and gradients with their names."""
+        _drop_gradients(self._model)
+        with ExitStack() as stack:
+            for ddp in _ddp_modules(self._model):
+                # The hook's state would change. The mean of finite gradients is finite.
+                if _stateful_hooks(ddp):
+                    stack.enter_context(ddp.no_sync())
+            if tracer is not None:
+                stack.enter_context(tracer)
+                # Backward passes of every device then run in this thread, which has the modes.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            losses = flatten_tensors(self._step())
+        return [("loss", loss) for loss in losses] + _gradients(self._model)
+
+
+def _is_repeated(replays: Sequence[_Replay]) -> bool:
+    """Return whether the last replay computed the same numbers as an earlier one."""
+    return any(replay.totals == replays[-1].totals for replay in replays[:-1])

@@ -213,7 +213,7 @@ def test_json_has_report_and_findings(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"model": "gpt"}, TypeError, "got str"),
+        ({"model": "gpt"}, TypeError, "not str"),
         ({"device_type": "cudaa"}, ValueError, "Did you mean 'cuda'"),
         ({"device_type": "tpu"}, ValueError, "'tpu'"),
         ({"level": "float16"}, ValueError, "Did you mean 'fp16'"),

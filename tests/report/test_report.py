@@ -374,13 +374,13 @@ def of_traced(inside: nn.Module) -> None:
         (
             lambda: precision_report(mlp).__enter__(),  # type: ignore[arg-type]
             TypeError,
-            r"torch\.nn\.Module, got function",
+            r"torch\.nn\.Module, not function",
         ),
-        (lambda: of_traced(nn.Linear(2, 2)), TypeError, "module '1' is scripted or traced"),
+        (lambda: of_traced(nn.Linear(2, 2)), TypeError, "Module '1' is scripted or traced"),
         (
             lambda: of_traced(nn.Sequential(nn.Linear(2, 2))),
             TypeError,
-            "module '1' is scripted or traced",
+            "Module '1' is scripted or traced",
         ),
     ],
 )
