@@ -182,6 +182,8 @@ class ContractRecorder(TraceListener):
 
     def _on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count the master weights of an optimizer, or the parameters that it steps."""
+        # An optimizer takes roots too, and no norm runs after this.
+        self._statistics.clear()
         inner = zero_local_optimizer(optimizer) or optimizer
         for index, param in enumerate(params_of(inner)):
             # Some optimizers keep master weights in their state.
@@ -245,8 +247,10 @@ class ContractRecorder(TraceListener):
             self._count_product(call)
         elif _NORM.search(name) is not None:
             self._count_norm(call)
-        elif name in _STATISTICS or name in _ROOTS or name in _SHIFTS:
+        elif name in _STATISTICS or name in _ROOTS:
             self._count_statistic(call)
+        elif name in _SHIFTS:
+            self._follow_statistic(call)
 
     def _follow_cast(self, call: OpCall) -> None:
         """Give a cast of a parameter the parameter's name."""
@@ -299,19 +303,19 @@ class ContractRecorder(TraceListener):
 
         Such a norm is a module with the word in its class name, or the root of a mean of rows.
         """
+        is_norm = _is_norm(self._module())
+        if not is_norm and call.op.name in _ROOTS:
+            self._follow_statistic(call)
+            return
         tensors = _floating_tensors(call)
-        if not tensors or call.context.phase == "backward":
+        if not tensors or self._blocks.is_inside("Optimizer.step"):
             return
-        if self._blocks.is_inside("Optimizer.step"):
+        if call.context.phase == "backward":
             return
-        name = call.op.name
-        if _is_norm(self._module()):
-            if name not in _SHIFTS:
-                self._count_op("norms", call, tensors, is_compiled=False)
-        elif name in _STATISTICS:
-            self._remember_statistic(call, tensors[0])
+        if is_norm:
+            self._count_op("norms", call, tensors, is_compiled=False)
         else:
-            self._follow_statistic(call, tensors[0])
+            self._remember_statistic(call, tensors[0])
 
     def _remember_statistic(self, call: OpCall, rows: Tensor) -> None:
         """Remember the rows that an op reduces to their mean or variance."""
@@ -319,11 +323,14 @@ class ContractRecorder(TraceListener):
         # The mean of a whole tensor is a loss.
         if outputs and outputs[0].dim() and not is_fake(rows):
             # The rows themselves would stay in memory until the step ends.
-            self._statistics[storage_key(outputs[0])] = torch.empty_like(rows, device="meta")
+            size_of_rows = torch.empty(rows.numel(), dtype=rows.dtype, device="meta")
+            self._statistics[storage_key(outputs[0])] = size_of_rows
 
-    def _follow_statistic(self, call: OpCall, statistic: Tensor) -> None:
+    def _follow_statistic(self, call: OpCall) -> None:
         """Count the rows of a mean before its root, or follow the mean through a sum."""
-        rows = self._statistics.get(storage_key(statistic))
+        if not self._statistics or not isinstance(call.args[0], Tensor):
+            return
+        rows = self._statistics.get(storage_key(call.args[0]))
         if rows is None:
             return
         if call.op.name not in _ROOTS:
