@@ -403,9 +403,11 @@ class ContractRecorder(TraceListener):
 
     def _count(self, observation: Observation, *tensors: Tensor) -> None:
         # A compiler that traces runs nothing, and its sizes may be symbols.
-        if any(is_fake(tensor) for tensor in tensors):
+        if any(map(is_fake, tensors)):
             return
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = 0
+        for tensor in tensors:
+            size += tensor.numel() * tensor.element_size()
         with self._lock:
             calls, total = self._counts.get(observation, (0, 0))
             self._counts[observation] = calls + 1, total + size

@@ -54,8 +54,11 @@ class Findings(tuple[Finding, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        labels = collapse_indices({(finding.module, finding.op) for finding in self})
-        lines = {str(replace(finding, module=labels[finding.module])) for finding in self}
+        labels = collapse_indices((finding.module, finding.op) for finding in self)
+        lines = set()
+        for finding in self:
+            collapsed = replace(finding, module=labels[finding.module])
+            lines.add(str(collapsed))
         return "\n".join(sorted(lines)) or "no findings"
 
 
@@ -83,12 +86,11 @@ def find_risks(rows: Iterable[OpRow]) -> Findings:
             finding = rule(row)
             if finding is not None:
                 findings.add(replace(finding, module=row.module, op=row.label))
-    return Findings(
-        sorted(
-            findings,
-            key=lambda finding: (finding.rule, finding.module, finding.op, finding.what),
-        )
-    )
+    return Findings(sorted(findings, key=_order))
+
+
+def _order(finding: Finding) -> tuple[str, ...]:
+    return finding.rule, finding.module, finding.op, finding.what
 
 
 def _warning(rule: str, message: str, fix: str) -> Finding:

@@ -15,7 +15,7 @@ __all__ = ["logprob_mismatch"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _MEANS = ("abs_mean", "k1", "k3", "clipped")
 # The count, the sums of _MEANS, the largest magnitude, and the logarithms of two sums of ratios.
-_STATS_PER_UNIT = 1 + len(_MEANS) + 3
+_STATS_PER_UNIT = 1 + len(_MEANS) + 1 + 2
 
 
 def logprob_mismatch(
@@ -78,9 +78,10 @@ def logprob_mismatch(
         difference = sampler_logprobs.detach().double() - trainer_logprobs.detach().double()
         # Padding outside the mask may have any value, and often has -inf.
         difference = difference.masked_fill(~is_token, 0.0)
-        token_stats = _stats(difference[is_token], low, high)
-        sequence_stats = _stats(difference.sum(1)[is_token.any(1)], low, high)
-        stats = torch.cat([token_stats, sequence_stats])
+        has_token = is_token.any(1)
+        of_tokens = difference[is_token]
+        of_sequences = difference.sum(1)[has_token]
+        stats = torch.cat([_stats(of_tokens, low, high), _stats(of_sequences, low, high)])
     except Exception as raised:
         # The other ranks wait for a message. A count of NaN tells them to raise.
         error = raised
@@ -99,15 +100,17 @@ def logprob_mismatch(
 
 def _unit_result(unit: str, stats: Tensor) -> dict[str, float]:
     """Return the numbers of tokens or sequences from the statistics of all ranks."""
-    count = stats[:, 0].sum()
-    sums = stats[:, 1 : 1 + len(_MEANS)].sum(0)
-    ratios, squared_ratios = stats[:, -2:].logsumexp(0)
-    result = {f"mismatch/{unit}s": count.item()}
-    for name, total in zip(_MEANS, sums, strict=True):
-        result[f"mismatch/{unit}_{name}"] = (total / count).item()
-    result[f"mismatch/{unit}_abs_max"] = stats[:, -3].amax().item()
+    counts, sums, largest, logarithms = stats.split((1, len(_MEANS), 1, 2), dim=1)
+    count = counts.sum()
+    means = sums.sum(0) / count
+    ratios, squared_ratios = logarithms.logsumexp(0)
     effective_samples = (2 * ratios - squared_ratios).exp()
-    result[f"mismatch/{unit}_ess"] = (effective_samples / count).item()
+    prefix = f"mismatch/{unit}"
+    result = {f"{prefix}s": count.item()}
+    for name, mean in zip(_MEANS, means, strict=True):
+        result[f"{prefix}_{name}"] = mean.item()
+    result[f"{prefix}_abs_max"] = largest.max().item()
+    result[f"{prefix}_ess"] = (effective_samples / count).item()
     return result
 
 
@@ -120,11 +123,12 @@ def _check_inputs(sampler: Tensor, trainer: Tensor, mask: Tensor | None) -> Tens
         )
     if mask is None:
         mask = torch.ones_like(trainer, dtype=torch.bool)
-    shapes = {tuple(sampler.shape), tuple(trainer.shape), tuple(mask.shape)}
+    shapes = sorted({tuple(tensor.shape) for tensor in (sampler, trainer, mask)})
     if sampler.ndim != 2 or len(shapes) > 1:
+        text = ", ".join(map(str, shapes))
         raise ValueError(
-            f"log probabilities and mask must be of one shape (sequences, tokens), not "
-            f"{', '.join(map(str, sorted(shapes)))}; pass those of the sampled tokens alone"
+            f"log probabilities and mask must be of one shape (sequences, tokens), not {text}; "
+            "pass those of the sampled tokens alone"
         )
     return mask.bool()
 

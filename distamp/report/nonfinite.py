@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,8 +54,11 @@ class TensorRange:
         return max(abs(self.low), abs(self.high))
 
     def __str__(self) -> str:
-        values = "NaN" if self.is_nan else f"{self.low:.4g} to {self.high:.4g}"
-        return f"{self.name:16} {self.dtype} {list(self.shape)}: {values}"
+        values = f"{self.low:.4g} to {self.high:.4g}"
+        if self.is_nan:
+            values = "NaN"
+        shape = list(self.shape)
+        return f"{self.name:16} {self.dtype} {shape}: {values}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +135,24 @@ class NonFiniteOrigin:
         return f"{noun} {ranks}, {self.direction} pass, micro-batch {self.micro_batch}"
 
     def __str__(self) -> str:
-        rows = [("line", self.line), ("parameter", self.parameter)]
-        rows += [("input", str(tensor)) for tensor in self.inputs]
-        if self.output is not None and self.kind not in _STORED_KINDS:
-            rows.append(("output", str(self.output)))
-        rows.append(("reached", shorten(self.reached)))
-        rows += [("carried by", collective) for collective in self.carried_by]
-        rows += [("note", note) for note in self.notes]
+        outputs = [self.output]
+        if self.kind in _STORED_KINDS:
+            outputs = []
         lines = [self.sentence()]
-        lines += [f"  {heading:10} {value}" for heading, value in rows if value]
+        lines += _lines("line", [self.line])
+        lines += _lines("parameter", [self.parameter])
+        lines += _lines("input", self.inputs)
+        lines += _lines("output", outputs)
+        lines += _lines("reached", [shorten(self.reached)])
+        lines += _lines("carried by", self.carried_by)
+        lines += _lines("note", self.notes)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the origin as JSON types."""
         return {"sentence": self.sentence(), **asdict(self)}
+
+
+def _lines(heading: str, values: Iterable[object]) -> list[str]:
+    """Return a line for each value that is not empty."""
+    return [f"  {heading:10} {value}" for value in values if value]

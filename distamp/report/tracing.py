@@ -586,10 +586,13 @@ def is_called_by_compile() -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False
-    for frame in _stack():
+    # This runs for every product, so it walks the stack without a generator.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         code = frame.f_code
         if code.co_name == "compile_wrapper" and code.co_filename == dynamo.__file__:
             return True
+        frame = frame.f_back
     return False
 
 
