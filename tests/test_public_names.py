@@ -94,6 +94,7 @@ COLLECTIVE = {
     "clip_grad_norm_",
     "find_first_nonfinite",
     "initialize",
+    "logprob_mismatch",
     "register_comm_hook",
 }
 
