@@ -140,7 +140,7 @@ def _fsdp2(model: GPT, name: str) -> nn.Module:
 
 def _tokens() -> tuple[Tensor, Tensor]:
     """Some of Python's own source, other bytes on each rank."""
-    text = Path(ast.__file__).read_bytes()[dist.get_rank() * 1000 :][: SIZE.block + 1]
+    text = Path(ast.__file__).read_bytes()[dist.get_rank() * 1000 :][: SIZE.seq_len + 1]
     row = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
     return row[:, :-1], row[:, 1:]
 
