@@ -45,6 +45,27 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if count == 1 else f"ranks {text}"
 
 
+def names_with_ranks_text(rank_names: Iterable[tuple[int, str]], max_names: int = 4) -> str:
+    """Return names with the ranks of each, such as "head.weight (ranks 0-3), bias (rank 1)".
+
+    Args:
+        rank_names: Pairs of a rank and a name.
+        max_names: The number of different names that the text has at most.
+    """
+    ranks_by_name: dict[str, list[int]] = {}
+    for rank, name in rank_names:
+        ranks_by_name.setdefault(name, []).append(rank)
+    parts: list[str] = []
+    for name, ranks in ranks_by_name.items():
+        ranks_of_name = ranks_text(ranks)
+        parts.append(f"{name} ({ranks_of_name})")
+    num_left = len(parts) - max_names
+    if num_left > 0:
+        parts = parts[:max_names]
+        parts.append(count_text(num_left, "other"))
+    return ", ".join(parts)
+
+
 def lines_by_rank(text_by_rank: Iterable[tuple[int, str]]) -> list[str]:
     """Return an indented line for each text, with all ranks that have it.
 

@@ -6,7 +6,6 @@ them are warnings. A scaler's skips are a part of the method, so only runs of th
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distamp.error_text import count_text, ranks_text
+from distamp.error_text import names_with_ranks_text
 from distamp.grads import to_local
 from distamp.guard.nonfinite_report import find_overflows, named_grad_tensors
 from distamp.optim_utils import describe_optimizer
@@ -30,8 +29,6 @@ __all__ = [
     "scaler_log_level",
 ]
 
-#: The number of different parameter names that a log line has at most.
-_MAX_NAMES = 4
 #: The first run of skips under a scaler that is a warning.
 _SCALER_RUN = 4
 #: The same before the first step that was taken. A scaler may start at a loss scale of 2^30.
@@ -108,21 +105,16 @@ class SkipRecord:
 
     def bad_names_text(self) -> str:
         """Return the names of the bad parameters, each with the ranks that sent the name."""
-        ranks_by_name: dict[str, list[int]] = {}
+        rank_names: list[tuple[int, str]] = []
         for rank, name in zip(self.overflow_ranks or (), self.bad_names, strict=False):
             if name:
-                ranks_by_name.setdefault(name, []).append(rank)
-        if not ranks_by_name:
+                rank_names.append((rank, name))
+        names = {name for _, name in rank_names}
+        if not names:
             return ""
-        if len(ranks_by_name) == 1:
-            return f", first in {next(iter(ranks_by_name))}"
-        parts: list[str] = []
-        for name, ranks in itertools.islice(ranks_by_name.items(), _MAX_NAMES):
-            parts.append(f"{name} ({ranks_text(ranks)})")
-        num_left = len(ranks_by_name) - len(parts)
-        if num_left:
-            parts.append(count_text(num_left, "other"))
-        return f", first in {', '.join(parts)}"
+        if len(names) == 1:  # The line has the ranks already.
+            return f", first in {rank_names[0][1]}"
+        return f", first in {names_with_ranks_text(rank_names)}"
 
 
 def log_skip(optimizer: Any, record: SkipRecord, names: dict[Tensor, str]) -> None:

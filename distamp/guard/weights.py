@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distamp.error_text import count_text, ranks_text
+from distamp.error_text import names_with_ranks_text
 from distamp.errors import NonFiniteWeightsError
 from distamp.grads import to_local
 from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
 
 __all__ = ["nonfinite_weight_names", "nonfinite_weights_error"]
-
-#: The number of parameter names that the error has at most.
-_MAX_NAMES = 4
 
 
 def nonfinite_weight_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[str]:
@@ -86,18 +83,7 @@ def nonfinite_weights_error(
         step: The number of the skipped step.
         steps_taken: The number of steps that were taken.
     """
-    ranks_by_name: dict[str, list[int]] = {}
-    for rank, name in weights:
-        ranks_by_name.setdefault(name, []).append(rank)
-    parts: list[str] = []
-    for name, ranks in ranks_by_name.items():
-        text = ranks_text(ranks)
-        parts.append(f"{name} ({text})")
-    num_left = len(parts) - _MAX_NAMES
-    if num_left > 0:
-        parts = parts[:_MAX_NAMES]
-        parts.append(count_text(num_left, "other"))
-    weights_text = ", ".join(parts)
+    weights_text = names_with_ranks_text(weights)
     optimizer_text = describe_optimizer(optimizer)
     origin = (
         "No step was taken before, so the model came with them. Check the checkpoint or the "
