@@ -5,7 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["choices_text", "count_text", "lines_by_rank", "ranks_text", "similar_names"]
+__all__ = [
+    "choices_text",
+    "count_text",
+    "lines_by_rank",
+    "names_with_ranks_text",
+    "ranks_text",
+    "similar_names",
+]
 
 #: The largest number of lines about ranks in one message.
 _MAX_LINES = 8

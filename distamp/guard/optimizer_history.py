@@ -40,9 +40,7 @@ class OptimizerHistory:
         steps_skipped: Steps that were skipped because of inf or NaN.
         consecutive_skips: Steps that were skipped so since the last step that was taken.
         norm_skips: Steps that were skipped because of their norm.
-        norm_skips_in_a_row: The same since the last step that was taken.
-        skips_in_a_row: Steps that were skipped because of inf or NaN since the last step that was
-            taken. Unlike ``consecutive_skips`` the limit of skips does not reset it.
+        consecutive_norm_skips: The same since the last step that was taken.
         first_skipped_scale: The loss scale of the first skipped step; None before.
         last_decision: The decision on the last step; None before the first.
         was_idle: Whether the last step found no gradient on any rank, and did nothing: a bool if
@@ -54,12 +52,11 @@ class OptimizerHistory:
         "__weakref__",
         "_optimizer_ref",
         "base_ref",
+        "consecutive_norm_skips",
         "consecutive_skips",
         "first_skipped_scale",
         "last_decision",
         "norm_skips",
-        "norm_skips_in_a_row",
-        "skips_in_a_row",
         "steps_skipped",
         "steps_taken",
         "total_norm",
@@ -71,7 +68,7 @@ class OptimizerHistory:
         self._optimizer_ref = _weakref_or_strong(view.holder)
         self.base_ref = _weakref_or_strong(view.base)
         self.steps_taken = self.steps_skipped = self.consecutive_skips = self.norm_skips = 0
-        self.skips_in_a_row = self.norm_skips_in_a_row = 0
+        self.consecutive_norm_skips = 0
         self.first_skipped_scale: float | None = None
         self.last_decision: StepDecision | None = None
         self.was_idle: bool | Tensor = False

@@ -1127,7 +1127,7 @@ class StepGuardBase(Joinable):
         """Count a step that the host knows was taken."""
         history.steps_taken += 1
         history.consecutive_skips = 0
-        history.skips_in_a_row = history.norm_skips_in_a_row = 0
+        history.consecutive_norm_skips = 0
         if history.steps_taken > 1 or history.first_skipped_scale is None:
             return
         if self._has_loss_scale and self._sync.is_first_rank:
@@ -1151,21 +1151,20 @@ class StepGuardBase(Joinable):
         if decision.above_limit:
             # Such a skip neither continues nor ends a run of skips.
             history.norm_skips += 1
-            history.norm_skips_in_a_row += 1
+            history.consecutive_norm_skips += 1
             if self._sync.is_first_rank:
                 log_norm_skip(
                     self._logger_name,
-                    guard_log_level(history.norm_skips_in_a_row, history.norm_skips),
+                    guard_log_level(history.consecutive_norm_skips, history.norm_skips),
                     outcome.optimizer,
                     step,
                     float(decision.total_norm),
                     float(decision.norm_limit),
-                    history.norm_skips_in_a_row,
+                    history.consecutive_norm_skips,
                 )
             return
         history.steps_skipped += 1
         history.consecutive_skips += 1
-        history.skips_in_a_row += 1
         self._skipped_scale = float(outcome.scale)
         if history.first_skipped_scale is None:
             history.first_skipped_scale = self._skipped_scale
@@ -1173,8 +1172,10 @@ class StepGuardBase(Joinable):
         self._log_skip(outcome, step, scale_text)
         self._check_weights_of_skip(outcome, step)
         limit_of_skips = self._max_consecutive_skips
-        if limit_of_skips is not None and history.consecutive_skips == limit_of_skips:
-            history.consecutive_skips = 0
+        if limit_of_skips is None:
+            return
+        # After an error the count goes on, and the next multiple of the limit raises again.
+        if history.consecutive_skips % limit_of_skips == 0:
             count = "1 step was" if limit_of_skips == 1 else f"{limit_of_skips} steps in a row were"
             raise self._skip_limit_error(
                 f"{count} skipped{scale_text}. {describe_optimizer(outcome.optimizer)} had inf or "
@@ -1206,9 +1207,9 @@ class StepGuardBase(Joinable):
     def _log_skip(self, outcome: _StepOutcome, step: int, scale_text: str) -> None:
         """Log a skip because of inf or NaN, on one rank if the host knows the ranks."""
         history, sync = outcome.history, self._sync
-        level = guard_log_level(history.skips_in_a_row, history.steps_skipped)
+        level = guard_log_level(history.consecutive_skips, history.steps_skipped)
         if self._has_loss_scale:
-            level = scaler_log_level(history.skips_in_a_row, history.steps_taken)
+            level = scaler_log_level(history.consecutive_skips, history.steps_taken)
         ranks, logs_here = outcome.overflow_ranks, sync.is_first_rank
         on_ranks = f" on {ranks_text(ranks)}" if ranks else ""
         if ranks is None and outcome.local_found_inf is not None:
@@ -1227,7 +1228,7 @@ class StepGuardBase(Joinable):
                 self._logger_name,
                 level,
                 step,
-                history.skips_in_a_row,
+                history.consecutive_skips,
                 scale_text,
                 on_ranks,
                 ranks,
