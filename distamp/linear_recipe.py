@@ -7,6 +7,7 @@ To add a recipe, write its `LinearRecipe`, put it into `LINEAR_RECIPES`, and nam
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -93,14 +94,6 @@ def _convert_to_float8(
     )
 
 
-def _convert_tensorwise(model: nn.Module, layer_names: Collection[str], **settings: Any) -> None:
-    _convert_to_float8("tensorwise", model, layer_names, **settings)
-
-
-def _convert_rowwise(model: nn.Module, layer_names: Collection[str], **settings: Any) -> None:
-    _convert_to_float8("rowwise", model, layer_names, **settings)
-
-
 def _is_float8_linear(module: nn.Module) -> bool:
     # By name, so that torchao is not imported to look for its class.
     return any(cls.__name__ == "Float8Linear" for cls in type(module).__mro__)
@@ -110,29 +103,29 @@ def _has_emulating_config(module: Any) -> bool:
     return bool(module.config.emulate)
 
 
-#: Every recipe by name. Both recipes of float8 convert to one class, which has a configuration.
+_FLOAT8 = LinearRecipe(
+    name="float8",
+    label="float8",
+    convert=functools.partial(_convert_to_float8, "tensorwise"),
+    is_converted=_is_float8_linear,
+    is_emulated=_has_emulating_config,
+    size_multiple=16,
+    min_capability=(8, 9),
+    dtype_names=("fp8",),
+    gathers_narrow=True,
+)
+# Both recipes convert to one class of torchao, which has a configuration.
+_FLOAT8_ROWWISE = dataclasses.replace(
+    _FLOAT8,
+    name="float8-rowwise",
+    convert=functools.partial(_convert_to_float8, "rowwise"),
+    min_capability=(9, 0),
+    # torchao sends the scales of rows in float64.
+    message_dtype_names=("fp64",),
+    gathers_narrow=False,
+)
+
+#: Every recipe by name.
 LINEAR_RECIPES: dict[str, LinearRecipe] = {
-    "float8": LinearRecipe(
-        name="float8",
-        label="float8",
-        convert=_convert_tensorwise,
-        is_converted=_is_float8_linear,
-        is_emulated=_has_emulating_config,
-        size_multiple=16,
-        min_capability=(8, 9),
-        dtype_names=("fp8",),
-        gathers_narrow=True,
-    ),
-    "float8-rowwise": LinearRecipe(
-        name="float8-rowwise",
-        label="float8",
-        convert=_convert_rowwise,
-        is_converted=_is_float8_linear,
-        is_emulated=_has_emulating_config,
-        size_multiple=16,
-        min_capability=(9, 0),
-        dtype_names=("fp8",),
-        # torchao sends the scales of rows in float64.
-        message_dtype_names=("fp64",),
-    ),
+    recipe.name: recipe for recipe in (_FLOAT8, _FLOAT8_ROWWISE)
 }

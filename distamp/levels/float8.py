@@ -115,7 +115,7 @@ def convert_linear_layers(model: nn.Module, level: PrecisionLevel) -> None:
     device = next(model.parameters()).device
     if device.type == "meta":
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    emulate = not _has_kernels(recipe, device)
+    emulate = not recipe.has_kernels(device)
     try:
         recipe.convert(model, eligible, emulate=emulate, narrow_all_gather=level.float8_all_gather)
     except ImportError as error:
@@ -143,10 +143,6 @@ def _recipe(level: PrecisionLevel) -> LinearRecipe:
     return LINEAR_RECIPES[level.linear_recipe]
 
 
-def _has_kernels(recipe: LinearRecipe, device: torch.device) -> bool:
-    return recipe.has_kernels(device)
-
-
 def check_device_support(
     models: Iterable[nn.Module], device: torch.device, level: PrecisionLevel
 ) -> None:
@@ -157,7 +153,7 @@ def check_device_support(
             not have.
     """
     recipe = _recipe(level)
-    has_kernels = _has_kernels(recipe, device)
+    has_kernels = recipe.has_kernels(device)
     num_wrong = 0
     for model in models:
         for module in model.modules():

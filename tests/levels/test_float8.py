@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distamp import PrecisionLevel, cast_model, initialize, set_module_precision
 from distamp.errors import ConfigError
-from distamp.levels import float8, float8_layers
+from distamp.levels import float8_layers
+from distamp.linear_recipe import LinearRecipe
 from tests.levels import cells
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -90,7 +91,7 @@ def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monk
     with caplog.at_level(logging.WARNING, "distamp.levels"):
         model = cast_model(cells.Net(), "fp8")
     assert ["emulated" in record.message for record in caplog.records] == [True]
-    monkeypatch.setattr(float8, "_has_kernels", lambda *_: True)
+    monkeypatch.setattr(LinearRecipe, "has_kernels", lambda *_: True)
     with pytest.raises(ConfigError, match="Move the model to its device first"):
         initialize(model, sgd(model), "fp8")
 
