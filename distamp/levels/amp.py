@@ -17,6 +17,7 @@ from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
 from distamp.guard.step_guard import StepGuard
 from distamp.levels.amp_state_dict import (
+    VERSION,
     check_is_state,
     load_loss_scale,
     saved_loss_scale,
@@ -500,7 +501,7 @@ class Amp:
         if self._scaling_scaler is not None:
             loss_scalers.append(self._scaling_scaler.state_dict())
         return {
-            "version": 1,
+            "version": VERSION,
             "opt_level": self.level.name,
             "loss_scalers": loss_scalers,
             "masters": [masters.state_dict() for masters in self.masters],

@@ -9,11 +9,12 @@ from distamp.errors import ConfigError
 from distamp.guard.step_guard import OLD_STATE_KEY, STATE_KEY
 from distamp.scaler import DistGradScaler, StaticLossScale
 
-__all__ = ["check_is_state", "load_loss_scale", "saved_loss_scale", "saved_masters"]
+__all__ = ["VERSION", "check_is_state", "load_loss_scale", "saved_loss_scale", "saved_masters"]
 
 _GUARD_STATE_KEYS = (STATE_KEY, OLD_STATE_KEY)
 _SCALER_KEYS = ("scale", *_GUARD_STATE_KEYS)
-_VERSION = 1
+#: The version of a state.
+VERSION = 1
 
 
 def check_is_state(state: Mapping[str, Any]) -> None:
@@ -43,10 +44,10 @@ def saved_loss_scale(state: Mapping[str, Any]) -> Any:
     """Return the state of the loss scale in a state of an Amp, of Apex or of a scaler, or None."""
     if "loss_scalers" in state:
         version = state.get("version")
-        if not isinstance(version, int) or version != _VERSION:
+        if not isinstance(version, int) or version != VERSION:
             raise ConfigError(
                 f"The state was written by another version ({version!r}) of distamp. This version "
-                f"reads version {_VERSION}."
+                f"reads version {VERSION}."
             )
         loss_scalers = _list_at(state, "loss_scalers")
         return loss_scalers[0] if loss_scalers else None
