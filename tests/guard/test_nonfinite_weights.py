@@ -94,25 +94,24 @@ def test_a_scaler_raises_too():
         iteration(cpu_scaler(), model, sgd(model))
 
 
-def test_a_skip_over_finite_weights_raises_nothing():
-    model = Net()
+def skips_after_a_bad_gradient(model: Net) -> int:
+    """Return the number of skipped steps after one step with NaN in a gradient."""
     optimizer, guard = sgd(model), guard_of(model)
     backward(guard, model, optimizer)
     model.first.weight.grad = torch.full_like(model.first.weight, NAN)
     guard.step(optimizer)
     guard.update()
-    assert guard.step_counts(optimizer).skipped == 1
+    return guard.step_counts(optimizer).skipped
+
+
+def test_a_skip_over_finite_weights_raises_nothing():
+    assert skips_after_a_bad_gradient(Net()) == 1
 
 
 def test_a_weight_that_the_loss_does_not_use_may_contain_anything():
     model = Net()
     spoil(model.unused.weight)
-    optimizer, guard = sgd(model), guard_of(model)
-    backward(guard, model, optimizer)
-    model.first.weight.grad = torch.full_like(model.first.weight, NAN)
-    guard.step(optimizer)
-    guard.update()
-    assert guard.step_counts(optimizer).skipped == 1
+    assert skips_after_a_bad_gradient(model) == 1
 
 
 def test_a_step_after_unscale_raises():
