@@ -97,6 +97,7 @@ class StepDecision(NamedTuple):
     Args:
         found_inf: Whether a rank found inf or NaN.
         above_limit: Whether the norm exceeds ``skip_norm_above``.
+        requested: Whether a rank requested the skip by ``skip_if``.
         clip_coef: The factor of the clip; at most 1, and 1 if the step is skipped.
         total_norm: The norm before the clip; NaN if no norm was measured.
         norm_limit: The value of ``skip_norm_above``; inf without one.
@@ -104,6 +105,7 @@ class StepDecision(NamedTuple):
 
     found_inf: bool | Tensor = False
     above_limit: bool | Tensor = False
+    requested: bool | Tensor = False
     clip_coef: float | Tensor = 1.0
     total_norm: float | Tensor = math.nan
     norm_limit: float | Tensor = math.inf
@@ -120,11 +122,16 @@ class StepDecision(NamedTuple):
 
     @property
     def skip(self) -> bool | Tensor:
-        """The skip of the step, for either reason, without a wait for the device."""
-        if isinstance(self.above_limit, Tensor):
-            found_inf = as_found_inf_tensor(self.found_inf, self.above_limit.device)
-            return torch.maximum(found_inf, self.above_limit)
-        return True if self.above_limit else self.found_inf
+        """The skip of the step, for any reason, without a wait for the device."""
+        skip = self.found_inf
+        for reason in (self.above_limit, self.requested):
+            if not isinstance(reason, Tensor):
+                skip = True if reason else skip
+            elif not isinstance(skip, Tensor):
+                skip = True if skip else reason
+            else:
+                skip = torch.maximum(skip.float(), reason)
+        return skip
 
     def clip_coef_tensor(self, device: torch.device) -> Tensor:
         """Return ``clip_coef`` as 0-d float32, on ``device`` if the host knows it."""
@@ -134,12 +141,14 @@ class StepDecision(NamedTuple):
 
     def on_host(self, flags: Iterable[Tensor]) -> StepDecision:
         """Return the decision with the flags of torch's state, after a wait for the device."""
+        requested = bool(self.requested)
         return StepDecision(
-            any(map(Tensor.item, flags)),
-            bool(self.above_limit),
-            float(self.clip_coef),
-            float(self.total_norm),
-            float(self.norm_limit),
+            found_inf=any(map(Tensor.item, flags)),
+            above_limit=bool(self.above_limit),
+            requested=requested,
+            clip_coef=1.0 if requested else float(self.clip_coef),
+            total_norm=float(self.total_norm),
+            norm_limit=float(self.norm_limit),
         )
 
 
@@ -258,7 +267,13 @@ class NormLimits(NamedTuple):
         clip_coef = 1.0
         if self.max_norm is not None and is_finite and not is_above_limit:
             clip_coef = min(1.0, self.max_norm / (norm + _EPSILON))
-        return StepDecision(not is_finite, is_above_limit, clip_coef, norm, limit)
+        return StepDecision(
+            found_inf=not is_finite,
+            above_limit=is_above_limit,
+            clip_coef=clip_coef,
+            total_norm=norm,
+            norm_limit=limit,
+        )
 
     def _decide_on_device(self, norm_sq: Tensor) -> StepDecision:
         norm = norm_sq.sqrt()
@@ -277,7 +292,13 @@ class NormLimits(NamedTuple):
             clip_coef = torch.where(is_above_limit, 1.0, clip_coef)
             above_limit = is_above_limit.float()
         found_inf = is_finite.logical_not().float()
-        return StepDecision(found_inf, above_limit, clip_coef.float(), norm.float(), limit)
+        return StepDecision(
+            found_inf=found_inf,
+            above_limit=above_limit,
+            clip_coef=clip_coef.float(),
+            total_norm=norm.float(),
+            norm_limit=limit,
+        )
 
 
 # -- gradients of a call ---------------------------------------------------------------------------

@@ -214,6 +214,10 @@ class OptimizerView:
         """Multiply in place the gradients that this rank steps, and that other ranks step."""
         multiply_(self.local_grads().values, factor)
 
+    def master_tensors(self, stepped: Tensor) -> list[tuple[str, Tensor]]:
+        """Return what the master of a stepped tensor adds to the parameter, each with its kind."""
+        return []
+
     def fp32_value(self, stepped: Tensor) -> Tensor:
         """Return a stepped tensor with its value between steps; a copy if it has no storage."""
         return stepped.detach()

@@ -24,11 +24,13 @@ class StepCounts:
         taken: Steps that were taken.
         skipped: Steps that were skipped because of inf or NaN.
         norm_skips: Steps that were skipped because their norm exceeded ``skip_norm_above``.
+        requested_skips: Steps that were skipped because a rank requested it by ``skip_if``.
     """
 
     taken: int
     skipped: int
     norm_skips: int = 0
+    requested_skips: int = 0
 
 
 class OptimizerHistory:
@@ -41,6 +43,7 @@ class OptimizerHistory:
         consecutive_skips: Steps that were skipped so since the last step that was taken.
         norm_skips: Steps that were skipped because of their norm.
         consecutive_norm_skips: The same since the last step that was taken.
+        requested_skips: Steps that were skipped by ``skip_if``.
         first_skipped_scale: The loss scale of the first skipped step; None before.
         last_decision: The decision on the last step; None before the first.
         was_idle: Whether the last step found no gradient on any rank, and did nothing: a bool if
@@ -57,6 +60,7 @@ class OptimizerHistory:
         "first_skipped_scale",
         "last_decision",
         "norm_skips",
+        "requested_skips",
         "steps_skipped",
         "steps_taken",
         "total_norm",
@@ -68,7 +72,7 @@ class OptimizerHistory:
         self._optimizer_ref = _weakref_or_strong(view.holder)
         self.base_ref = _weakref_or_strong(view.base)
         self.steps_taken = self.steps_skipped = self.consecutive_skips = self.norm_skips = 0
-        self.consecutive_norm_skips = 0
+        self.consecutive_norm_skips = self.requested_skips = 0
         self.first_skipped_scale: float | None = None
         self.last_decision: StepDecision | None = None
         self.was_idle: bool | Tensor = False
@@ -82,12 +86,15 @@ class OptimizerHistory:
     @property
     def next_step(self) -> int:
         """The number of the next step, counted from 1."""
-        return self.steps_taken + self.steps_skipped + self.norm_skips + 1
+        skips = self.steps_skipped + self.norm_skips + self.requested_skips
+        return self.steps_taken + skips + 1
 
     @property
     def counts(self) -> StepCounts:
         """The numbers of steps taken and skipped."""
-        return StepCounts(self.steps_taken, self.steps_skipped, self.norm_skips)
+        return StepCounts(
+            self.steps_taken, self.steps_skipped, self.norm_skips, self.requested_skips
+        )
 
     def record_pending(self, decision: StepDecision, is_idle: Tensor) -> None:
         """Store a decision while the host does not know whether any rank has a gradient.

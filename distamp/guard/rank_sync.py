@@ -4,8 +4,9 @@ Every message of a group has the same length and layout, for every call. So rank
 calls still meet in the same SUM all-reduce. Their digests differ, all ranks gather the calls, and
 every rank raises. A digest is a hash of everything that must be equal on all ranks:
 the call, its optimizers and arguments, settings, counters, and a failure that a rank has not
-reported yet. The ranks agree if the digests sum up to ``size`` times this rank's. A rank with an
-error adds 1 to its digest.
+reported yet. The ranks agree if the digests sum up to ``size`` times this rank's, modulo a prime
+number. A rank that wants all ranks to gather, because of an error or a skip that the user requests,
+adds 1 to its digest. Checks of weights and replicas add a summand, too (`StateCheck`).
 
 On the host a message is two float64 words, which hold integers below 2^53 exactly:
 
@@ -15,12 +16,12 @@ word  content
 0     The square of a norm if the call steps by one; NaN if this rank has another reason to skip.
       In any other call 1 if this rank has a reason to skip (inf or NaN in a gradient), else 0. If
       the sum is not finite, or contains such a 1, the ranks gather the reasons.
-1     The digest of at most 31 bits, plus a weight if some optimizer of the call has no gradient
-      here. The weight is 2 to the number of bits that a sum of digests has. If all ranks add the
-      weight, they add up which optimizers have no gradient.
+1     The digest, below a prime number of at most 31 bits, plus a weight if some optimizer of the
+      call has no gradient here. The weight is 2 to the number of bits that a sum of digests has.
+      If all ranks add the weight, they add up which optimizers have no gradient.
 ====  ==============================================================================================
 
-With b the number of bits of the group's size, a digest has min(31, 52 - 2b) bits. The digests are
+With b the number of bits of the group's size, a digest has min(31, 52 - 2b) bits. The sums are
 exact up to 131,071 ranks, and larger groups are refused.
 
 On a device a message is 32 float64 words, and the host does not wait for the reply:
@@ -31,8 +32,10 @@ word    content
 0       The digest.
 1       The square of a norm, else 0.
 2       A limit of the norm that lies on the device, else 0.
-3       1 if this rank requests that replicas are compared.
-4 - 31  For each of 28 optimizers: 1 if this rank overflowed, plus 2^26 if the optimizer has no
+3       1 if this rank requests that replicas are compared by their norm.
+4       1 if this rank requests a skip by ``skip_if``.
+5       The summand of a check that does not stop the step, modulo the same prime number as digests.
+6 - 31  For each of 26 optimizers: 1 if this rank overflowed, plus 2^26 if the optimizer has no
         gradient here. A call with more optimizers sends several messages.
 ======  ============================================================================================
 
@@ -47,10 +50,10 @@ import math
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -80,17 +83,30 @@ __all__ = [
     "Exchange",
     "MissingGrads",
     "RankSync",
+    "StateCheck",
     "SyncedFoundInf",
+    "digest_modulus",
     "mismatch_text",
 ]
 
 #: The number of float64 words of a message on a device.
 _DEVICE_WORDS = 32
 #: Words of a device message that belong to no optimizer.
-_HEADER_WORDS = 4
+_HEADER_WORDS = 6
 _OPTIMIZERS_PER_MESSAGE = _DEVICE_WORDS - _HEADER_WORDS
 #: Added to an optimizer's word on a device by a rank that has no gradient of the optimizer.
 _NO_GRADS = float(2**26)
+#: The largest prime number below 2 ** bits, for each number of bits that a digest may have.
+_LARGEST_PRIMES = {
+    31: 2**31 - 1,
+    30: 2**30 - 35,
+    28: 2**28 - 57,
+    26: 2**26 - 5,
+    24: 2**24 - 3,
+    22: 2**22 - 3,
+    20: 2**20 - 3,
+    18: 2**18 - 5,
+}
 #: The largest group for which a digest has enough bits.
 _MAX_RANKS = 2**17 - 1
 _SUM = dist.AllreduceOptions()
@@ -115,6 +131,39 @@ class SyncedFoundInf(NamedTuple):
     bad_names: tuple[str, ...] = ()
     num_overflow_ranks: float | Tensor = 0.0
     bad_weights: tuple[tuple[int, str], ...] = ()
+
+
+class StateCheck(Protocol):
+    """A check of weights or replicas that needs no message of its own.
+
+    Each rank adds a summand to the digest of its next message. If the state is as it should be, the
+    summands of all ranks add up to 0. Otherwise the digests differ, and the ranks gather evidence.
+    """
+
+    @property
+    def stops_step(self) -> bool:
+        """Whether kernels skip the step of this message if the state is not as it should be."""
+
+    def addend(self, group: MessageGroup, modulus: int, iteration: int) -> int | Tensor:
+        """Return the summand of this rank, and remember what it stands for.
+
+        Args:
+            group: The group of the message.
+            modulus: The summands are added modulo this prime number.
+            iteration: The number of updates over the group.
+
+        Returns:
+            A number, or 0-d float64 on the group's device: at least 0 and below ``modulus``.
+        """
+
+    def evidence(self) -> Any:
+        """Return what the other ranks must know if digests differ. It must not raise."""
+
+    def raise_findings(self, evidence_by_rank: Sequence[tuple[int, Any]]) -> None:
+        """Raise on every rank what the evidence of all ranks shows, if it shows something.
+
+        Collective: every rank of the group must call this.
+        """
 
 
 class MissingGrads:
@@ -190,6 +239,22 @@ class _Counters(NamedTuple):
     failed_step: tuple[int, str] | None
 
 
+class _Digest(NamedTuple):
+    """The digest of a message, and what the sum of all ranks must be.
+
+    Args:
+        value: The digest of this rank; 0-d float64 if a check has measured on a device.
+        expected_sum: The sum over all ranks if they are equal, modulo `digest_modulus`.
+        late_addend: The summand of checks that do not stop a step on a device.
+        counters: The counters in the digest.
+    """
+
+    value: int | Tensor
+    expected_sum: int
+    late_addend: int | Tensor
+    counters: _Counters
+
+
 class Exchange:
     """One message of this rank, which is sent at the end of a ``with`` block.
 
@@ -231,6 +296,9 @@ class Exchange:
         earlier_found_inf: Flags of an earlier message, which turn the norm into NaN.
         norm_limit: ``skip_norm_above`` if it is on a device.
         requests_replica_check: Whether this rank requests a comparison of replicas on all ranks.
+        skip_if: Whether this rank requests a skip of the step: a bool, or a 0-d tensor.
+        bad_update: Without other ranks a flag on a device, 0-d float32: whether the last step wrote
+            inf or NaN into weights. Then this step is skipped.
         compares_replicas: Whether the ranks compare replicas after this message, unless they have
             found them equal. They read the reply before.
         name_bad_param: Takes the index of an optimizer, and returns the name of its first bad
@@ -243,6 +311,8 @@ class Exchange:
         error: The error that the block raised.
         synced: The result of all ranks for each optimizer.
         total_power: The sum of ``norm_power`` over the ranks; NaN if a rank found inf or NaN.
+        skip_requested: Whether a rank requests a skip, from the reply: a bool, or on a device 0-d
+            float32.
         ranks_differ: On a device 0-d bool: whether the ranks made different calls, in which case
             every flag is set. None on the host, which raises then.
     """
@@ -264,6 +334,8 @@ class Exchange:
         self.earlier_found_inf: list[Tensor] = []
         self.norm_limit: Tensor | None = None
         self.requests_replica_check = False
+        self.skip_if: bool | Tensor = False
+        self.bad_update: Tensor | None = None
         self.compares_replicas = False
         self.name_bad_param: Callable[[int], str] | None = None
         self.name_bad_weights: Callable[[int], list[str]] | None = None
@@ -272,6 +344,7 @@ class Exchange:
         self.error: Exception | None = None
         self.synced: list[SyncedFoundInf] = []
         self.total_power: float | Tensor = math.nan
+        self.skip_requested: bool | Tensor = False
         self.ranks_differ: Tensor | None = None
 
     def __enter__(self) -> Exchange:
@@ -299,9 +372,17 @@ class Exchange:
     def _finish_alone(self) -> None:
         for missing in self.missing_grads:
             missing.on_all_ranks = missing.on_this_rank
+        self.skip_requested = self.skip_if
         self.synced = [SyncedFoundInf()] * len(self.missing_grads)
         if self.norm_power is not None:
             self.total_power = self.power_to_send()
+        if self.bad_update is None:
+            return
+        if self.norm_power is not None:
+            self.total_power = nan_if_found_inf(self.total_power, [self.bad_update])
+        for index, flag in enumerate(self.found_inf):
+            found_inf = torch.maximum(flag, self.bad_update)
+            self.synced[index] = SyncedFoundInf(found_inf)
 
     def power_to_send(self) -> float | Tensor:
         """Return the power of the norm, NaN if the gradients had inf or NaN in an earlier call."""
@@ -343,6 +424,7 @@ class RankSync:
         nobody_read_grads: Whether in the last call that raised on all ranks no rank had read a
             gradient.
         found_inf_on_host: Whether all ranks know of inf or NaN that a rank found in this iteration.
+        state_checks: Checks that take part in every message.
     """
 
     def __init__(
@@ -360,6 +442,7 @@ class RankSync:
         self.replicas_match = False
         self.nobody_read_grads = False
         self.found_inf_on_host = False
+        self.state_checks: Sequence[StateCheck] = ()
         # Whether the ranks have sent each other that one of them scales its loss.
         self._loss_was_scaled = False
         self._unsent_error: tuple[type[Exception], str] | None = None
@@ -394,6 +477,11 @@ class RankSync:
         if self.requested_group is not None:
             return self.requested_group.size()
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    def global_ranks(self) -> list[int]:
+        """Return the ranks of the group, as numbers of the default group."""
+        group = self.process_group
+        return [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def is_first_rank(self) -> bool:
@@ -587,9 +675,20 @@ class RankSync:
             self._send_on_device(exchange, group, call)
 
     def _pack_digest(
-        self, exchange: Exchange, group: MessageGroup, call: CallFingerprint, first_optimizer: int
-    ) -> tuple[int, int, _Counters]:
-        """Return this rank's digest, the sum if all ranks are equal, and the counters in it."""
+        self,
+        group: MessageGroup,
+        call: CallFingerprint,
+        first_optimizer: int,
+        wants_gather: bool,
+    ) -> _Digest:
+        """Return this rank's digest, and the sum that shows that all ranks are equal.
+
+        Args:
+            group: The group of the message.
+            call: The call of this rank.
+            first_optimizer: The index of the first optimizer in this part of the message.
+            wants_gather: Whether this rank makes all ranks gather after the message.
+        """
         counters = _Counters(
             self.iteration, self.silent_call_hash, self._unsent_error, self._failed_step
         )
@@ -612,12 +711,21 @@ class RankSync:
             loss_was_scaled,
             error_hash,
         )
-        # A rank with an error adds 1, for which there is room.
-        digest = hash(values) % ((1 << _digest_bits(group.size)) - 1)
-        expected_sum = digest * group.size
-        if exchange.error is not None:
+        modulus = digest_modulus(group.size)
+        own_digest = hash(values) % modulus
+        expected_sum = own_digest * group.size % modulus
+        digest: int | Tensor = own_digest
+        if wants_gather:
             digest += 1
-        return digest, expected_sum, counters
+        late_addend: int | Tensor = 0
+        if first_optimizer == 0:
+            for check in self.state_checks:
+                addend = check.addend(group, modulus, self.iteration)
+                if group.is_on_host or check.stops_step:
+                    digest += addend
+                else:
+                    late_addend += addend
+        return _Digest(digest % modulus, expected_sum, late_addend, counters)
 
     # -- on the host -------------------------------------------------------------------------------
 
@@ -649,25 +757,30 @@ class RankSync:
     ) -> float:
         """Send two words; return the sum of the first."""
         loss_was_scaled = self._loss_was_scaled or call.loss_was_scaled
-        digest, expected, counters = self._pack_digest(exchange, group, call, 0)
+        wants_gather = exchange.error is not None
+        if not wants_gather:
+            wants_gather = exchange.requests_replica_check or bool(exchange.skip_if)
+        digest = self._pack_digest(group, call, 0, wants_gather)
         missing_weight = 1 << (_digest_bits(group.size) + group.size.bit_length())
-        second_word = digest
+        second_word = int(digest.value)
         for missing in exchange.missing_grads:
             if missing.on_this_rank:
-                second_word = digest + missing_weight
+                second_word += missing_weight
                 break
-        if exchange.requests_replica_check and exchange.error is None:
-            second_word += 1
         words = torch.tensor(
             (first_word, float(second_word)), dtype=torch.float64, device=group.device
         )
         self._all_reduce(exchange, group, words)
         total, sum_of_second = words.tolist()
         num_missing, sum_of_digests = divmod(int(sum_of_second), missing_weight)
-        if sum_of_digests != expected or exchange.error is not None or not loss_was_scaled:
-            self._raise_mismatch(exchange, group, call, counters)
-            # A rank requests a comparison of replicas, or the ranks meet for the first time.
-            self.replicas_match = False
+        is_equal = sum_of_digests % digest_modulus(group.size) == digest.expected_sum
+        if not is_equal or exchange.error is not None or not loss_was_scaled:
+            gathered = self._raise_mismatch(exchange, group, call, digest.counters)
+            for remote in gathered:
+                if remote["requests_replica_check"]:
+                    self.replicas_match = False
+                if remote["skip_if"]:
+                    exchange.skip_requested = True
         self._loss_was_scaled = True
         if num_missing == group.size:
             self._find_missing_on_all_ranks(exchange, group)
@@ -732,6 +845,8 @@ class RankSync:
                 exchange.total_power = device_utils.to_device(power, group.scale_device)
                 if not isinstance(exchange.norm_power, (Tensor, type(None))):
                     exchange.total_power = power.item()
+                is_requested = words[4].ne(0).float()
+                exchange.skip_requested = device_utils.to_device(is_requested, group.scale_device)
             ranks_differ = device_utils.to_device(is_equal.logical_not(), group.scale_device)
             exchange.ranks_differ = ranks_differ
             count = min(optimizers - start, _OPTIMIZERS_PER_MESSAGE)
@@ -757,12 +872,14 @@ class RankSync:
             start: The index of the first optimizer in this part of the message.
         """
         loss_was_scaled = self._loss_was_scaled or call.loss_was_scaled
-        digest, expected, counters = self._pack_digest(exchange, group, call, start)
+        has_error = exchange.error is not None
+        digest = self._pack_digest(group, call, start, has_error)
         missing_grads = exchange.missing_grads[start : start + _OPTIMIZERS_PER_MESSAGE]
         limit = exchange.norm_limit if start == 0 and exchange.error is None else None
         words = self._pack_device_words(exchange, group, digest, limit, start)
         self._all_reduce(exchange, group, words)
-        is_equal = words[0].eq(float(expected))
+        modulus = digest_modulus(group.size)
+        is_equal = words[0].remainder(modulus).eq(digest.expected_sum)
         if limit is not None:
             # The sum of equal float32 values is exact in float64.
             is_equal = is_equal.logical_and(words[2].eq(limit.float() * group.size))
@@ -774,9 +891,13 @@ class RankSync:
         def read_reply(values: list[float]) -> None:
             if not values[0] or exchange.error is not None or not loss_was_scaled:
                 device_settings = "" if limit is None else f"\nskip_norm_above={limit.item()}"
-                self._raise_mismatch(exchange, group, call, counters, device_settings, late=True)
+                self._raise_mismatch(
+                    exchange, group, call, digest.counters, device_settings, late=True
+                )
             is_check_requested = bool(values[4])
             self.replicas_match = self.replicas_match and not is_check_requested
+            if values[6] % modulus:
+                self._raise_late_findings(group)
             for missing, value in zip(missing_grads, values[1 + _HEADER_WORDS :], strict=False):
                 missing.on_all_ranks = value // _NO_GRADS == group.size
                 missing.pending = None
@@ -792,12 +913,13 @@ class RankSync:
         self,
         exchange: Exchange,
         group: MessageGroup,
-        digest: int,
+        digest: _Digest,
         limit: Tensor | None,
         start: int,
     ) -> Tensor:
         words = torch.zeros(_DEVICE_WORDS, dtype=torch.float64, device=group.device)
-        words[0].fill_(digest)
+        words[0] = digest.value
+        words[5] = digest.late_addend
         if start == 0 and exchange.norm_power is not None:
             words[1] = exchange.power_to_send()
             if exchange.norm_found_inf is not None and exchange.error is None:
@@ -807,6 +929,11 @@ class RankSync:
             words[2].copy_(limit, non_blocking=True)
         if start == 0 and exchange.requests_replica_check and exchange.error is None:
             words[3].fill_(1.0)
+        if start == 0 and exchange.error is None:
+            if isinstance(exchange.skip_if, Tensor):
+                words[4].copy_(exchange.skip_if.ne(0).reshape(()), non_blocking=True)
+            elif exchange.skip_if:
+                words[4].fill_(1.0)
         end = start + _OPTIMIZERS_PER_MESSAGE
         if exchange.error is None:
             for word, flag in enumerate(exchange.found_inf[start:end], _HEADER_WORDS):
@@ -835,7 +962,7 @@ class RankSync:
         counters: _Counters,
         device_settings: str = "",
         late: bool = False,
-    ) -> None:
+    ) -> Sequence[Mapping[str, Any]]:
         """Raise on every rank the error that a rank's message demands, if there is one.
 
         Collective: every rank of ``group`` must call this.
@@ -848,6 +975,9 @@ class RankSync:
             device_settings: Settings that are on a device.
             late: Whether this follows the call, in which a rank that had not read gradients has
                 raised its error already.
+
+        Returns:
+            What each rank has sent.
         """
         error = exchange.error
         local = {
@@ -857,12 +987,15 @@ class RankSync:
             "loss_was_scaled": call.loss_was_scaled,
             "unsent_error": counters.unsent_error,
             "failed_step": counters.failed_step,
+            "requests_replica_check": error is None and exchange.requests_replica_check,
+            "skip_if": error is None and bool(exchange.skip_if),
+            "evidence": [check.evidence() for check in self.state_checks],
         }
         gathered = self.all_gather(local, group)
         by_rank = list(zip(group.global_ranks, gathered, strict=True))
         self.nobody_read_grads = not any(remote["has_read_grads"] for remote in gathered)
         if late and self.nobody_read_grads:
-            return
+            return gathered
         _raise_if_diverged(by_rank)
         for rank, remote in by_rank:
             if remote["error"] is not None:
@@ -874,12 +1007,25 @@ class RankSync:
         text = mismatch_text([(rank, remote["call"]) for rank, remote in by_rank])
         if text:
             raise RankMismatchError(text)
+        for index, check in enumerate(self.state_checks):
+            check.raise_findings([(rank, remote["evidence"][index]) for rank, remote in by_rank])
         if not any(remote["loss_was_scaled"] for remote in gathered):
             raise CallOrderError(
                 f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
                 "your script did not use scaler.scale(loss or outputs) earlier in the iteration. "
                 "Call scaler.scale(loss).backward() instead of loss.backward()."
             )
+        return gathered
+
+    def _raise_late_findings(self, group: MessageGroup) -> None:
+        """Gather the evidence of checks that did not stop the step, and raise what it shows.
+
+        Collective: every rank of ``group`` must call this.
+        """
+        for check in self.state_checks:
+            if not check.stops_step:
+                gathered = self.all_gather(check.evidence(), group)
+                check.raise_findings(list(zip(group.global_ranks, gathered, strict=True)))
 
     def all_gather(self, value: Any, group: MessageGroup | None = None) -> list[Any]:
         """Return the ``value`` of every rank, for errors and reports.
@@ -904,6 +1050,15 @@ def _crc32(text: str) -> int:
 def _digest_bits(size: int) -> int:
     """Return how many bits a digest has in a group of this size."""
     return min(31, 52 - 2 * size.bit_length())
+
+
+def digest_modulus(size: int) -> int:
+    """Return the prime number below which the digests of a group of this size are.
+
+    With a prime number larger than the group, a single digest that differs changes the result of
+    the comparison on every rank, also on its own.
+    """
+    return _LARGEST_PRIMES[_digest_bits(size)]
 
 
 def _check_group_size(size: int) -> None:

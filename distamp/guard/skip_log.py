@@ -24,6 +24,7 @@ __all__ = [
     "SkipRecord",
     "guard_log_level",
     "log_norm_skip",
+    "log_requested_skip",
     "log_scale_search",
     "log_skip",
     "scaler_log_level",
@@ -170,6 +171,15 @@ def log_norm_skip(
     if skips_in_a_row >= _LONG_RUN:
         text += f" These are {skips_in_a_row} skips by the norm in a row."
     logging.getLogger(logger).log(level, "%s", text)
+
+
+def log_requested_skip(logger: str, optimizer: Any, step: int) -> None:
+    """Log at INFO that a step was skipped because a rank requested it."""
+    logging.getLogger(logger).info(
+        "Skipped step %s of %s: a rank requested it by skip_if.",
+        step,
+        describe_optimizer(optimizer),
+    )
 
 
 def log_scale_search(

@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from distamp.errors import (
 )
 from distamp.grads import found_inf_tensor, norm_power
 from distamp.guard import fused, uneven_inputs
+from distamp.guard.check_settings import NO_CHECKS, CheckSettings
 from distamp.guard.nonfinite_report import (
     GradOverflow,
     NonFiniteReport,
@@ -64,17 +65,32 @@ from distamp.guard.nonfinite_report import (
     tensor_names,
 )
 from distamp.guard.optimizer_history import OptimizerHistories, OptimizerHistory, StepCounts
-from distamp.guard.rank_sync import CallFingerprint, Exchange, MissingGrads, RankSync
+from distamp.guard.rank_sync import (
+    CallFingerprint,
+    Exchange,
+    MissingGrads,
+    RankSync,
+    StateCheck,
+    digest_modulus,
+)
+from distamp.guard.replica_check import ReplicaCheck, ReplicaComparison
 from distamp.guard.skip_log import (
     SkipRecord,
     guard_log_level,
     log_norm_skip,
+    log_requested_skip,
     log_scale_search,
     log_skip,
     scaler_log_level,
 )
 from distamp.guard.unscaled_clip import clip_grad_norm_, measure_unscaled
-from distamp.guard.weights import nonfinite_weight_names, nonfinite_weights_error
+from distamp.guard.update_check import UpdateCheck
+from distamp.guard.weights import (
+    nonfinite_state_error,
+    nonfinite_state_names,
+    nonfinite_weight_names,
+    nonfinite_weights_error,
+)
 from distamp.observers import CommHookObserver, ReplayObserver
 from distamp.optim_utils import (
     describe_optimizer,
@@ -115,6 +131,8 @@ UNPICKLED = (
     "_replay",
     "_total_norm",
     "_skipped_scale",
+    "_update_check",
+    "_replica_check",
 )
 _CPU = torch.device("cpu")
 #: The number of ranks that log one skip at most, if ranks know how many overflowed, and not which.
@@ -201,6 +219,8 @@ class StepGuardBase(Joinable):
     ``is_fused``          Whether the kernel of its ``step`` takes found-inf; set for a step.
     ``kernel_unscales``   Whether that kernel unscales, too; set for a step.
     ``step_is_silent``    Whether ``step`` sends no message, because an earlier call has sent it.
+    ``skip_if``           Whether this rank requests a skip of the step; set for a step.
+    ``skip_requested``    Whether a rank requests it, from the message.
     ``carried_over``      Whether the gradients were unscaled before the last ``update`` and not
                           stepped, while another optimizer was. ``step`` steps them, ``unscale_``
                           unscales them again, and ``scale`` drops the entry.
@@ -215,6 +235,9 @@ class StepGuardBase(Joinable):
         _replay: A replay of skipped steps, if one is attached.
         _total_norm: The norm that was measured last, over one or several optimizers.
         _skipped_scale: The loss scale of the last skipped step, for a report after ``update``.
+        _check_settings: The checks of weights and replicas.
+        _update_check: The check of the weights that steps write; None without ``check_update``.
+        _replica_check: The comparison of replicas.
     """
 
     #: Whether gradients are divided by a loss scale.
@@ -230,7 +253,11 @@ class StepGuardBase(Joinable):
     _per_optimizer_states: dict[int, dict[str, Any]]
 
     def _init_state(
-        self, sync: RankSync, max_consecutive_skips: int | None, names: dict[Tensor, str]
+        self,
+        sync: RankSync,
+        max_consecutive_skips: int | None,
+        names: dict[Tensor, str],
+        check_settings: CheckSettings,
     ) -> None:
         """Create the state between calls, of a new object or one that was unpickled."""
         Joinable.__init__(self)
@@ -245,6 +272,28 @@ class StepGuardBase(Joinable):
         self._replay: ReplayObserver | None = None
         self._total_norm: float | Tensor | None = None
         self._skipped_scale: float | None = None
+        self._check_settings = check_settings
+        self._update_check: UpdateCheck | None = None
+        if check_settings.check_update:
+            self._update_check = UpdateCheck(names)
+        self._replica_check = ReplicaCheck(
+            check_settings.check_replicas_every,
+            check_settings.on_mismatch == "warn",
+            self._logger_name,
+            lambda: [optimizer for optimizer, _ in self._histories.live()],
+            names,
+            lambda value, group: self._sync.all_gather(value, group),
+        )
+        self._attach_checks()
+
+    def _attach_checks(self) -> None:
+        """Let the checks take part in the messages."""
+        checks: list[StateCheck] = []
+        if self._update_check is not None:
+            checks.append(self._update_check)
+        if self._check_settings.check_replicas_every is not None:
+            checks.append(self._replica_check)
+        self._sync.state_checks = checks
 
     # -- defined by the subclasses -----------------------------------------------------------------
 
@@ -289,6 +338,7 @@ class StepGuardBase(Joinable):
         *args: Any,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
+        skip_if: bool | Tensor | None = None,
         is_replicated_fn: LayoutFn | None = None,
         shard_group_fn: LayoutFn | None = None,
         **kwargs: Any,
@@ -308,6 +358,11 @@ class StepGuardBase(Joinable):
             skip_norm_above: Skip the step on all ranks if the norm is larger: a float or a 0-d
                 tensor, the same on every rank. Such skips have a count of their own, and do not
                 count towards the limit of skips. Gradients of such a step are not clipped.
+            skip_if: A bool or a 0-d tensor of this rank, such as whether its loss is a spike. If it
+                is true on any rank, the step is skipped on all. Such skips have a count of their
+                own, and do not count towards the limit of skips. It is part of the message of the
+                step. After ``unscale_`` or ``clip_grad_norm_`` there is no such message, so all
+                ranks pass ``skip_if`` or none does, and one message more is sent.
             is_replicated_fn: As in `clip_grad_norm_`, for the norm of ``max_norm`` and
                 ``skip_norm_above``.
             shard_group_fn: As in `clip_grad_norm_`, for the same norm.
@@ -320,36 +375,49 @@ class StepGuardBase(Joinable):
             CallOrderError: A second ``step`` before ``update``, also after one that raised inside
                 of ``optimizer.step``; or a closure.
             TypeError: The optimizer's own ``step`` takes an argument of the same name as one of
-                the four above.
-            ConfigError: ``max_norm`` or ``skip_norm_above`` is out of range.
+                the five above; or ``skip_if`` is no bool or tensor.
+            ConfigError: ``max_norm`` or ``skip_norm_above`` is out of range, or ``skip_if`` has
+                several elements.
             NonFiniteWeightsError: The step was skipped because weights of the model have inf or
-                NaN. On a device the error is raised at the latest one call later.
+                NaN; or with ``check_update`` the last step wrote them. On a device the error is
+                raised at the latest one call later.
             NonFiniteGradientsError: ``max_consecutive_skips`` was reached; a scaler raises its
                 subclass `LossScaleCollapseError`.
             ValueError, GradientError, RankMismatchError: As for `unscale_`.
         """
         limits = NormLimits(max_norm, skip_norm_above, is_replicated_fn, shard_group_fn)
+        self._note_layout_fns(is_replicated_fn, shard_group_fn)
         has_norm = max_norm is not None or skip_norm_above is not None
+        given_names = limits.given_names()
+        if skip_if is not None:
+            given_names.append("skip_if")
         if not self._enabled:
-            fused.check_step_arguments(optimizer, args, limits.given_names())
-            is_skipped = self._decide_disabled([optimizer], limits if has_norm else None)
+            fused.check_step_arguments(optimizer, args, given_names)
+            norm_limits = limits if has_norm else None
+            is_skipped = self._decide_disabled([optimizer], norm_limits, skip_if)
             return None if is_skipped else optimizer.step(*args, **kwargs)
         scale = self._grad_scale("step", optimizer)
         state = self._optimizer_state(optimizer, for_step=True)
+        state["skip_if"] = state["skip_requested"] = False
         try:
             check_not_stepped(state)
-            if args or has_norm or is_replicated_fn or shard_group_fn:
-                fused.check_step_arguments(optimizer, args, limits.given_names())
+            if args or given_names:
+                fused.check_step_arguments(optimizer, args, given_names)
+            state["skip_if"] = check_skip_if(skip_if)
             if (args or kwargs) and find_closure(args, kwargs) is not None:
                 raise CallOrderError(self._closure_text())
         except Exception as error:
-            self._send_step_error([state], scale, limits if has_norm else None, error)
+            norm_limits = limits if has_norm else None
+            self._send_step_error([state], scale, norm_limits, error, skip_if is not None)
             raise
         stage = state["stage"]
-        state["step_is_silent"] = not has_norm and stage is OptState.UNSCALED
+        is_unscaled = stage is OptState.UNSCALED
+        state["step_is_silent"] = is_unscaled and not has_norm and skip_if is None
         decision = StepDecision()
         if has_norm:
             decision = self._sync_norm([state], scale, limits)
+        elif is_unscaled and skip_if is not None:
+            self._sync_skip_if([state], scale)
         elif stage is OptState.READY:
             # These are the two calls of torch's class, which subclasses override.
             if state["kernel_unscales"]:
@@ -366,6 +434,7 @@ class StepGuardBase(Joinable):
         *,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
+        skip_if: bool | Tensor | None = None,
         all_or_none: bool = False,
         is_replicated_fn: LayoutFn | None = None,
         shard_group_fn: LayoutFn | None = None,
@@ -381,6 +450,7 @@ class StepGuardBase(Joinable):
             optimizers: Each optimizer once.
             max_norm: As in `step`, of the norm over all.
             skip_norm_above: As in `step`, of the norm over all.
+            skip_if: As in `step`; all are skipped.
             all_or_none: All step or none, also without a norm.
             is_replicated_fn: As in `clip_grad_norm_`.
             shard_group_fn: As in `clip_grad_norm_`.
@@ -395,28 +465,35 @@ class StepGuardBase(Joinable):
         """
         optimizers = list(optimizers)
         limits = None
+        self._note_layout_fns(is_replicated_fn, shard_group_fn)
         if all_or_none or max_norm is not None or skip_norm_above is not None:
             limits = NormLimits(max_norm, skip_norm_above, is_replicated_fn, shard_group_fn)
         if not self._enabled:
-            is_skipped = self._decide_disabled(optimizers, limits)
+            is_skipped = self._decide_disabled(optimizers, limits, skip_if)
             return [None if is_skipped else optimizer.step() for optimizer in optimizers]
         scale = self._grad_scale("step", optimizers)
         states = [self._optimizer_state(optimizer, for_step=True) for optimizer in optimizers]
         try:
             for state in states:
                 check_not_stepped(state)
+            skip_request = check_skip_if(skip_if)
         except Exception as error:
-            self._send_step_error(states, scale, limits, error)
+            self._send_step_error(states, scale, limits, error, skip_if is not None)
             raise
         stages = [state["stage"] for state in states]
         ready = [state for state in states if state["stage"] is OptState.READY]
         for state in states:
-            state["step_is_silent"] = limits is None and not ready
+            state["step_is_silent"] = limits is None and not ready and skip_if is None
+            state["skip_if"], state["skip_requested"] = skip_request, False
         decision = StepDecision()
         if limits is not None:
             decision = self._sync_norm(states, scale, limits)
         elif ready:
             self._sync_found_inf(ready, scale, [state["kernel_unscales"] for state in ready])
+            for state in states:
+                state["skip_requested"] = ready[0]["skip_requested"]
+        elif skip_if is not None:
+            self._sync_skip_if(states, scale)
         self._check_has_grads(states, stages)
         return [
             self._step_or_skip(states, index, scale, decision, (), {})
@@ -533,6 +610,8 @@ class StepGuardBase(Joinable):
         exchange.name_bad_weights = functools.partial(self._bad_weight_names, states)
         for _ in states:
             exchange.missing_grads.append(MissingGrads())
+        if group is None and self._update_check is not None:
+            exchange.bad_update = self._check_update_alone(scale.device)
         try:
             with exchange:
                 # First, so that ranks number the optimizers equally if one of them raises.
@@ -544,10 +623,32 @@ class StepGuardBase(Joinable):
                         "Pass each optimizer once."
                     )
                 yield exchange
+                if states:  # One call has one request.
+                    exchange.skip_if = states[0].get("skip_if", False)
+            for state in states:
+                state["skip_requested"] = exchange.skip_requested
         except BaseException as error:
             if exchange.is_sent:
                 self._end_failed_call(states, scale.device, error)
             raise
+
+    def _check_update_alone(self, device: torch.device) -> Tensor | None:
+        """Raise if the last step of a single process wrote inf or NaN.
+
+        Returns:
+            On a device the flag, 0-d float32, by which the next step is skipped. The host reads it
+            later, and raises then.
+        """
+        check, rank = cast("UpdateCheck", self._update_check), self._sync.rank
+        flag = check.flag_alone(device, rank)
+
+        def read_flag(values: list[float]) -> None:
+            if values[0]:
+                check.raise_alone(rank)
+
+        if flag is not None:
+            self._sync.defer(flag.reshape(1), read_flag)
+        return flag
 
     def _end_failed_call(
         self, states: Sequence[dict[str, Any]], device: torch.device, error: BaseException
@@ -700,6 +801,24 @@ class StepGuardBase(Joinable):
         self._total_norm = decision.total_norm
         return decision
 
+    def _sync_skip_if(
+        self,
+        states: list[dict[str, Any]],
+        scale: Tensor,
+        check_call: Callable[[], None] | None = None,
+    ) -> None:
+        """Send the requests to skip in a message of their own, after the message of ``unscale_``.
+
+        Args:
+            states: torch's states of the optimizers.
+            scale: The loss scale.
+            check_call: Raises the error of this rank, which every rank raises.
+        """
+        with self._exchange("step(skip_if=)", states, scale) as exchange:
+            exchange.has_read_grads = True
+            if check_call is not None:
+                check_call()
+
     def _local_norm(
         self,
         exchange: Exchange,
@@ -774,10 +893,18 @@ class StepGuardBase(Joinable):
         scale: Tensor,
         limits: NormLimits | None,
         error: Exception,
+        has_skip_if: bool = False,
     ) -> None:
         """Send an error to the ranks that wait for this step's message; the caller raises it.
 
         A step after ``unscale_`` sends no message on any rank, so its error goes with the next.
+
+        Args:
+            states: torch's states of the optimizers.
+            scale: The loss scale.
+            limits: The arguments of a step by a norm.
+            error: The error of this rank.
+            has_skip_if: Whether the step has ``skip_if``.
         """
 
         def raise_error() -> None:
@@ -788,6 +915,8 @@ class StepGuardBase(Joinable):
         ]
         if limits is not None:
             self._sync_norm(states, scale, limits, raise_error)
+        elif states and all(is_silent) and has_skip_if:
+            self._sync_skip_if(states, scale, raise_error)
         elif states and all(is_silent):
             self._sync.send_later(error)
         else:
@@ -892,6 +1021,10 @@ class StepGuardBase(Joinable):
         if not sync.iteration:
             # A rank that joins now counts from here, too.
             history.consecutive_skips = 0
+        requested = state.get("skip_requested", False)
+        if requested is not False:
+            clip_coef = 1.0 if requested is True else decision.clip_coef
+            decision = decision._replace(requested=requested, clip_coef=clip_coef)
         flags = list(state["found_inf_per_device"].values())
         if state["is_fused"]:
             sync.flush(wait=False)
@@ -924,6 +1057,8 @@ class StepGuardBase(Joinable):
             sync.report_failed_step(number, error)
             raise
         state["stage"] = OptState.STEPPED
+        if self._update_check is not None and decision.skip is not True:
+            self._update_check.measure(view, history, scale.device)
         view.release_grads()
         if missing.pending is not None:
             history.record_pending(decision, missing.pending)
@@ -971,7 +1106,7 @@ class StepGuardBase(Joinable):
             view.multiply_grads_(clip_coef)
         if is_fused:
             return self._step_with_scaler(optimizer, decision, args, kwargs)
-        if decision.above_limit:
+        if decision.above_limit or decision.requested:
             return None
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
@@ -1003,12 +1138,15 @@ class StepGuardBase(Joinable):
         )
         if self._sync.group(_CPU) is not None and bool(decision.skip):
             return None
+        if bool(decision.requested):
+            return None
         return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
 
     def _sync_written_flags(self, state: dict[str, Any], scale: Tensor) -> None:
         """All-reduce the flags that an override or a trainer has written into torch's state."""
         if self._active_group(scale.device) is None:
             state["history"] = self._history(state["optimizer"], state["view"].base)
+            state["skip_requested"] = state.get("skip_if", False)
             return
         with self._exchange("step", [state], scale) as exchange:
             exchange.has_read_grads = True
@@ -1035,8 +1173,22 @@ class StepGuardBase(Joinable):
             "without the guard."
         )
 
-    def _decide_disabled(self, optimizers: Sequence[Any], limits: NormLimits | None) -> bool:
-        """Clip for a disabled scaler; return whether the step is skipped because of its norm."""
+    def _decide_disabled(
+        self,
+        optimizers: Sequence[Any],
+        limits: NormLimits | None,
+        skip_if: bool | Tensor | None,
+    ) -> bool:
+        """Clip for a disabled scaler; return whether the step is skipped.
+
+        Args:
+            optimizers: The optimizers of the call.
+            limits: The arguments of a step by a norm.
+            skip_if: The request of this rank. If it is given, all ranks gather it.
+        """
+        is_requested = False
+        if skip_if is not None:
+            is_requested = any(self._sync.all_gather(bool(check_skip_if(skip_if))))
         is_above_limit = False
         if limits is not None:
             limits = limits.validated()
@@ -1053,17 +1205,23 @@ class StepGuardBase(Joinable):
             self._total_norm = norm
             limit = limits.skip_norm_above
             is_above_limit = limit is not None and norm.item() > float(limit)
-            if limits.max_norm is not None and not is_above_limit:
+            is_above_limit = is_above_limit and not is_requested
+            if limits.max_norm is not None and not is_above_limit and not is_requested:
                 clip_grads_with_norm_(targets, norm, limits.max_norm)
             for optimizer in optimizers:
                 self._history(optimizer).total_norm = norm
         for optimizer in optimizers:
             # A disabled scaler has no history of an optimizer whose norm it never measured.
             history = self._histories.get(view_of(optimizer).base)
+            if history is None and skip_if is not None:
+                history = self._history(optimizer)
             if history is not None:
-                history.last_decision = StepDecision(above_limit=is_above_limit)
+                history.last_decision = StepDecision(
+                    above_limit=is_above_limit, requested=is_requested
+                )
                 history.norm_skips += is_above_limit
-        return is_above_limit
+                history.requested_skips += is_requested
+        return is_above_limit or is_requested
 
     # -- count steps -------------------------------------------------------------------------------
 
@@ -1083,7 +1241,9 @@ class StepGuardBase(Joinable):
         values = [
             cast("Tensor", decision.skip),
             _float32_on(outcome.scale, device),
+            as_found_inf_tensor(decision.found_inf, device),
             as_found_inf_tensor(decision.above_limit, device),
+            as_found_inf_tensor(decision.requested, device),
             _float32_on(decision.total_norm, device),
             _float32_on(decision.norm_limit, device),
         ]
@@ -1100,7 +1260,7 @@ class StepGuardBase(Joinable):
                 if index == 0:  # Once for all optimizers of the call.
                     _raise_if_missing_everywhere(first_optimizer, missing_grads)
                 return
-            skip, scale, above_limit, norm, limit, *local = values
+            skip, scale, found_inf, above_limit, requested, norm, limit, *local = values
             if not skip:
                 self._count_taken(outcome.optimizer, history, scale)
                 return
@@ -1108,7 +1268,13 @@ class StepGuardBase(Joinable):
                 _StepOutcome(
                     outcome.optimizer,
                     history,
-                    StepDecision(not above_limit, bool(above_limit), 1.0, norm, limit),
+                    StepDecision(
+                        found_inf=bool(found_inf),
+                        above_limit=bool(above_limit),
+                        requested=bool(requested),
+                        total_norm=norm,
+                        norm_limit=limit,
+                    ),
                     scale,
                     False,
                     outcome.overflow_ranks,
@@ -1148,6 +1314,11 @@ class StepGuardBase(Joinable):
         """
         decision, history = outcome.decision, outcome.history
         step = history.next_step
+        if decision.requested and not decision.found_inf:
+            history.requested_skips += 1
+            if self._sync.is_first_rank:
+                log_requested_skip(self._logger_name, outcome.optimizer, step)
+            return
         if decision.above_limit:
             # Such a skip neither continues nor ends a run of skips.
             history.norm_skips += 1
@@ -1286,6 +1457,7 @@ class StepGuardBase(Joinable):
         """
         target: Any = optimizer_or_parameters
         layout_fns = {"is_replicated_fn": is_replicated_fn, "shard_group_fn": shard_group_fn}
+        self._note_layout_fns(is_replicated_fn, shard_group_fn)
         if not self._enabled:
             norm = clip_grad_norm_(
                 target,
@@ -1375,6 +1547,134 @@ class StepGuardBase(Joinable):
             return total_norm(power, norm_type, device)
         powers_by_rank = self._gather_powers(group, norm.stack(device), norm_type)
         return total_norm_of_ranks(powers_by_rank, norm_type)
+
+    # -- checks of weights and replicas ------------------------------------------------------------
+
+    def check_weights(self) -> None:
+        """Raise on every rank if a weight, or floating optimizer state, has inf or NaN.
+
+        Collective: every rank of `process_group` must call this.
+
+        Call it at the end of a run and before a checkpoint is written, because the update of the
+        last step has no next message. It looks at the trained weights and the state of all
+        optimizers that this object has seen, and waits for the device.
+
+        Raises:
+            NonFiniteWeightsError: A rank has such a weight or state.
+            RankMismatchError: Another rank makes another call.
+        """
+        sync = self._sync
+        device = None if self._scale is None else self._scale.device
+        names: list[str] = []
+        error: Exception | None = None
+        try:
+            for optimizer, _ in self._histories.live():
+                names += nonfinite_state_names(optimizer, self._tensor_names)
+        except Exception as raised:
+            error = raised
+        group = sync.announce("check_weights()", device=device, error=error)
+        if error is not None:
+            raise error
+        weights: list[tuple[int, str]] = [(sync.rank, name) for name in names]
+        if group is not None:
+            gathered: list[list[str]] = sync.all_gather(names, group)
+            weights = []
+            for rank, remote_names in zip(group.global_ranks, gathered, strict=True):
+                for name in remote_names:
+                    weights.append((rank, name))
+        if weights:
+            raise nonfinite_state_error(weights)
+
+    def _note_layout_fns(
+        self, is_replicated_fn: LayoutFn | None, shard_group_fn: LayoutFn | None
+    ) -> None:
+        """Remember the declarations of a call, which hold for comparisons of replicas, too."""
+        if is_replicated_fn is not None or shard_group_fn is not None:
+            self._replica_check.layout_fns = is_replicated_fn, shard_group_fn
+
+    def check_replicas(
+        self,
+        *,
+        is_replicated_fn: LayoutFn | None = None,
+        shard_group_fn: LayoutFn | None = None,
+    ) -> ReplicaComparison:
+        """Compare everything that ranks should hold alike, bit by bit.
+
+        Collective: every rank of `process_group` must call this.
+
+        Compared are plain parameters, DTensors along their Replicate dimensions, parameters that
+        are declared replicated, and parameters at the same place of declared shard groups; with
+        their masters and optimizer state. Frozen parameters are compared if ``named_parameters``
+        names them. Under ZeRO the parameters are compared, and no state, because each rank has
+        another share of it. Parameters under FSDP1, of FSDP2 on one dimension and with Megatron's
+        marks have no known replica. Buffers may differ, and are not compared.
+
+        Args:
+            is_replicated_fn: As in `clip_grad_norm_`. None: the declarations of the last step.
+            shard_group_fn: As in `clip_grad_norm_`. None: the declarations of the last step.
+
+        Returns:
+            The names of what was compared, and of parameters without a known replica.
+
+        Raises:
+            ReplicaMismatchError: Replicas differ, or plain parameters have other names or shapes;
+                with ``on_mismatch="warn"`` a warning is logged instead.
+            RankMismatchError: Another rank makes another call.
+        """
+        self._note_layout_fns(is_replicated_fn, shard_group_fn)
+        group = self._announce_replica_call("check_replicas()")
+        if group is None:
+            return ReplicaComparison((), self._names_without_replica())
+        return self._replica_check.compare_now(group, digest_modulus(group.size))
+
+    def repair_replicas(self, from_rank: int | None = None) -> list[str]:
+        """Make replicas equal again: copy the values of the majority over those that differ.
+
+        Collective: every rank of `process_group` must call this.
+
+        Args:
+            from_rank: The rank in the default group whose values are copied. None: the value that
+                most ranks have; of equally many the one of the lowest rank.
+
+        Returns:
+            The names of the parameters, masters and state that were copied on some rank.
+
+        Raises:
+            ConfigError: ``from_rank`` is no rank of the group.
+            ReplicaMismatchError: Plain parameters have other names or shapes.
+            RankMismatchError: Another rank makes another call.
+        """
+        error: Exception | None = None
+        if from_rank is not None and from_rank not in self._sync.global_ranks():
+            error = ConfigError(
+                f"from_rank must be one of {ranks_text(self._sync.global_ranks())}, not "
+                f"{from_rank!r}."
+            )
+        settings = f"\nfrom_rank={from_rank}"
+        group = self._announce_replica_call("repair_replicas()", settings, error)
+        if error is not None:
+            raise error
+        if group is None:
+            return []
+        return self._replica_check.repair(group, digest_modulus(group.size), from_rank)
+
+    def _announce_replica_call(
+        self, call: str, settings: str = "", error: Exception | None = None
+    ) -> MessageGroup | None:
+        device = None if self._scale is None else self._scale.device
+        self._replica_check.is_paused = True
+        try:
+            return self._sync.announce(call, settings, device, error)
+        finally:
+            self._replica_check.is_paused = False
+
+    def _names_without_replica(self) -> tuple[str, ...]:
+        """Return the names of all parameters of a single process."""
+        names: list[str] = []
+        for optimizer, _ in self._histories.live():
+            for name, _ in named_grad_tensors([optimizer], self._tensor_names):
+                names.append(name)
+        return tuple(dict.fromkeys(names))
 
     # -- the end of an iteration -------------------------------------------------------------------
 
@@ -1510,6 +1810,8 @@ class StepGuardBase(Joinable):
             )
             if history.norm_skips:
                 steps_text += f", {count_text(history.norm_skips, 'norm skip')}"
+            if history.requested_skips:
+                steps_text += f", {count_text(history.requested_skips, 'requested skip')}"
             steps.append(steps_text)
         if steps:
             text += ": " + " | ".join(steps)
@@ -1587,7 +1889,9 @@ class StepGuardBase(Joinable):
         """
         if not self._enabled:
             history = self._histories.get(view_of(optimizer).base)
-            return StepCounts(0, 0, 0 if history is None else history.norm_skips)
+            if history is None:
+                return StepCounts(0, 0)
+            return StepCounts(0, 0, history.norm_skips, history.requested_skips)
         self._sync.flush()
         return self._require_history("step_counts", optimizer, "unscale_() or step()").counts
 
@@ -1742,6 +2046,7 @@ class StepGuardBase(Joinable):
         check_group(process_group)
         self._sync.flush()  # Every rank of the old group raises if they differ.
         self._sync = RankSync(process_group, self._noun)
+        self._attach_checks()
 
     def _active_group(self, device: torch.device) -> MessageGroup | None:
         """Return the group of messages; None for a single rank, and inside of ``Join``.
@@ -1806,6 +2111,29 @@ class StepGuardBase(Joinable):
         self._load_join_state(state[2:])
         if state:
             self._sync.iteration, self._sync.silent_call_hash = map(int, state[:2])
+
+
+def check_skip_if(skip_if: Any) -> bool | Tensor:
+    """Return a request to skip as a bool, or as a tensor of one element.
+
+    Raises:
+        TypeError: The request is no bool, tensor or None.
+        ConfigError: The tensor has several elements.
+    """
+    if skip_if is None or isinstance(skip_if, bool):
+        return bool(skip_if)
+    if not isinstance(skip_if, Tensor):
+        raise TypeError(
+            f"skip_if must be True, False, None or a 0-d tensor, not {type(skip_if).__name__}. "
+            "Pass a comparison, such as skip_if=loss > 10."
+        )
+    if skip_if.numel() != 1:
+        raise ConfigError(
+            f"skip_if must be one value, not a tensor of shape {tuple(skip_if.shape)}. Call .any() "
+            "or .all() of it."
+        )
+    flag = skip_if.detach().reshape(()).ne(0)
+    return bool(flag.item()) if flag.is_cpu else flag
 
 
 def check_not_unscaled(state: dict[str, Any]) -> None:
@@ -1956,9 +2284,18 @@ class StepGuard(StepGuardBase):
             log of skipped steps. Add ``model.named_buffers()``, and the log names buffers that are
             not finite. The guard holds the tensors. Pass the tensors of the wrapped model, because
             FSDP2 replaces parameters.
+        check_update: Check the weights that a step has written for inf and NaN. The result is part
+            of the next message, and `distamp.errors.NonFiniteWeightsError` is raised before the
+            next step is taken. Costs one pass over the weights. `check_weights` checks the last
+            step of a run.
+        check_replicas_every: Compare everything that ranks should hold alike, as `check_replicas`
+            does, after the first update and then after this many updates. A checksum is part of
+            the next message.
+        on_mismatch: ``"raise"`` `distamp.errors.ReplicaMismatchError` on every rank if replicas
+            differ, or ``"warn"`` in the log, because some devices compute with other roundings.
 
     Raises:
-        ConfigError: ``max_consecutive_skips`` is no integer >= 1.
+        ConfigError: A setting is outside its range.
         TypeError: ``process_group`` has another type.
 
     Example::
@@ -1988,13 +2325,17 @@ class StepGuard(StepGuardBase):
         process_group: GroupLike = None,
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        check_update: bool = False,
+        check_replicas_every: int | None = None,
+        on_mismatch: Literal["raise", "warn"] = "raise",
     ) -> None:
         names = tensor_names(named_parameters)
+        checks = CheckSettings(check_update, check_replicas_every, on_mismatch)
         check_group(process_group)
         self._enabled = True
         sync = RankSync(process_group, self._noun)
         # `_scale` is a scale of 1 on the device of the first optimizer, which trainers read.
-        self._init_state(sync, check_skip_limit(max_consecutive_skips), names)
+        self._init_state(sync, check_skip_limit(max_consecutive_skips), names, checks)
 
     # -- a scaler's methods ------------------------------------------------------------------------
 
@@ -2070,7 +2411,8 @@ class StepGuard(StepGuardBase):
 
     def _settings_fingerprint(self, scale: Tensor) -> tuple[str, tuple[float, int], bool]:
         limit = self._max_consecutive_skips
-        return f"class=StepGuard\nmax_consecutive_skips={limit}", (1.0, 0), True
+        settings = f"class=StepGuard\nmax_consecutive_skips={limit}{self._check_settings.text()}"
+        return settings, (1.0, 0), True
 
     def _allows_fp16(self, check_only: bool) -> bool:
         return True
@@ -2158,7 +2500,8 @@ class StepGuard(StepGuardBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._init_state(state["_sync"], state["_max_consecutive_skips"], {})
+        checks = state.get("_check_settings", NO_CHECKS)
+        self._init_state(state["_sync"], state["_max_consecutive_skips"], {}, checks)
 
 
 def _first_param_device(optimizers: Any) -> torch.device:

@@ -13,7 +13,13 @@ from distamp.errors import NonFiniteWeightsError
 from distamp.grads import to_local
 from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
 
-__all__ = ["nonfinite_weight_names", "nonfinite_weights_error"]
+__all__ = [
+    "nonfinite_state_error",
+    "nonfinite_state_names",
+    "nonfinite_update_error",
+    "nonfinite_weight_names",
+    "nonfinite_weights_error",
+]
 
 
 def nonfinite_weight_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[str]:
@@ -98,4 +104,62 @@ def nonfinite_weights_error(
         f"Step {step} of {optimizer_text} was skipped, because weights of the model have inf or "
         f"NaN: {weights_text}. Every later step would be skipped, too, because the "
         f"forward pass computes with these weights. {origin}"
+    )
+
+
+def nonfinite_update_error(
+    optimizer: str, weights: Sequence[tuple[int, str]], steps_taken: int
+) -> NonFiniteWeightsError:
+    """Return the error about a step that was taken and wrote inf or NaN.
+
+    Args:
+        optimizer: The optimizer as `describe_optimizer` describes it.
+        weights: Pairs of a rank and the name of a parameter.
+        steps_taken: The number of steps that were taken, with that one.
+    """
+    weights_text = names_with_ranks_text(weights)
+    return NonFiniteWeightsError(
+        f"After step {steps_taken} of the steps taken by {optimizer}, weights of the model have "
+        f"inf or NaN: {weights_text}. The gradients of that step were finite, so its update made "
+        "them: look at the learning rate, at eps and at overflow of the optimizer's state or of "
+        "the dtype of the weights. The step counts as taken, and no further step was taken. Load "
+        "an older checkpoint, or go back to a snapshot."
+    )
+
+
+def nonfinite_state_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[str]:
+    """Return the names of weights and of floating optimizer state with inf or NaN on this rank.
+
+    All trained weights are searched, with or without a gradient.
+
+    Args:
+        optimizer: The optimizer that has the parameters.
+        names: Names that replace the optimizer's.
+    """
+    view = view_of(optimizer)
+    model_params: dict[int, Tensor] = {}
+    for param, stepped in view.param_pairs():
+        model_params[id(stepped)] = param
+    tensors: list[tuple[str, Tensor]] = []
+    for name, stepped in zip(param_names(optimizer), params_of(optimizer), strict=True):
+        param = model_params.get(id(stepped), stepped)
+        name = names.get(param, name)
+        if param.requires_grad and param.dtype.itemsize > 1:
+            tensors.append((name, param))
+        for key, value in view.base.state.get(stepped, {}).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1:
+                tensors.append((f"{key} of {name}", value))
+    return _find_nonfinite(tensors)
+
+
+def nonfinite_state_error(tensors: Sequence[tuple[int, str]]) -> NonFiniteWeightsError:
+    """Return the error about weights and optimizer state with inf or NaN.
+
+    Args:
+        tensors: Pairs of a rank and the name of a parameter or of a state.
+    """
+    return NonFiniteWeightsError(
+        f"Weights or optimizer state have inf or NaN: {names_with_ranks_text(tensors)}. A "
+        "checkpoint of them would be lost. Load an older checkpoint, or go back to a snapshot. "
+        "check_update=True finds the step that writes them."
     )

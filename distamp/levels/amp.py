@@ -315,6 +315,7 @@ class Amp:
         *,
         max_norm: float | None = None,
         skip_norm_above: float | Tensor | None = None,
+        skip_if: bool | Tensor | None = None,
         all_or_none: bool = False,
         is_replicated_fn: LayoutFn | None = None,
         shard_group_fn: LayoutFn | None = None,
@@ -330,6 +331,8 @@ class Amp:
             max_norm: Clip gradients by the norm over all optimizers, in the same message. Then all
                 optimizers step or none does.
             skip_norm_above: Skip the step of all optimizers if that norm is larger.
+            skip_if: Skip the step of all optimizers if this is true on any rank; see
+                `StepGuard.step`.
             all_or_none: All optimizers step or none does, also without a norm.
             is_replicated_fn: As in `clip_grad_norm_`, for the norm.
             shard_group_fn: As in `clip_grad_norm_`, for the norm.
@@ -354,7 +357,9 @@ class Amp:
         if error is not None:
             self.scaler.raise_on_all_ranks(error, self._stepped_optimizers, **norm_options)
         with self._naming_calls_of_amp("step"):
-            self.scaler.step_all(self._stepped_optimizers, **norm_options, **layout_fns)
+            self.scaler.step_all(
+                self._stepped_optimizers, skip_if=skip_if, **norm_options, **layout_fns
+            )
         skipped: list[Tensor] = []
         taken: list[Tensor] = []
         for optimizer in self._stepped_optimizers:

@@ -70,6 +70,9 @@ def initialize(
     module_precision: Mapping[str, str] | None = None,
     init_scale: float | None = None,
     max_consecutive_skips: int | None = None,
+    check_update: bool = False,
+    check_replicas_every: int | None = None,
+    on_mismatch: Literal["raise", "warn"] = "raise",
     process_group: ProcessGroup | DeviceMesh | None = None,
     comm_hook: str | None = None,
     replicas: ProcessGroup | None = None,
@@ -104,6 +107,9 @@ def initialize(
             same.
         init_scale: The first value of a dynamic loss scale.
         max_consecutive_skips: See `DistGradScaler`.
+        check_update: See `StepGuard`.
+        check_replicas_every: See `StepGuard`.
+        on_mismatch: See `StepGuard`.
         process_group: The ranks that have a part of the models; see `DistGradScaler`.
         comm_hook: The format of gradients between the ranks, such as ``"fp16"``;
             see ``distamp.comm_hooks.register_comm_hook``.
@@ -159,6 +165,9 @@ def initialize(
     guard_settings: dict[str, Any] = {
         "process_group": process_group,
         "max_consecutive_skips": max_consecutive_skips,
+        "check_update": check_update,
+        "check_replicas_every": check_replicas_every,
+        "on_mismatch": on_mismatch,
         "named_parameters": _named_tensors(models),
     }
     scaler: DistGradScaler | StepGuard

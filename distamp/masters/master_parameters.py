@@ -298,6 +298,15 @@ class MasterParameters(OptimizerView):
                 unscale_group_([grad], inv_scale, found_inf, flags)
         return flags
 
+    def master_tensors(self, stepped: Tensor) -> list[tuple[str, Tensor]]:
+        """See `OptimizerView.master_tensors`: a whole master, or the remainder of a split one."""
+        pair = self._pairs.get(id(stepped))
+        if pair is None:
+            return []
+        if pair.remainder is None:
+            return [("master", pair.master)]
+        return [("remainder", pair.remainder)]
+
     @torch.no_grad()
     def fp32_value(self, stepped: Tensor) -> Tensor:
         """See `OptimizerView.fp32_value`: the values of a split master are a float32 copy."""

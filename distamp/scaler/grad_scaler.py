@@ -16,6 +16,7 @@ from distamp import device_utils
 from distamp.callers import stacklevel_of_caller
 from distamp.errors import CallOrderError, ConfigError
 from distamp.grads import rescale_grads_
+from distamp.guard.check_settings import CheckSettings
 from distamp.guard.nonfinite_report import tensor_names
 from distamp.guard.rank_sync import RankSync
 from distamp.guard.step_guard import STATE_KEY, UNPICKLED, StepGuardBase, dynamo_disable
@@ -85,6 +86,9 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
             log of skipped steps. Add ``model.named_buffers()``, and the log names buffers that are
             not finite. The scaler holds the tensors. Pass the tensors of the wrapped model, because
             FSDP2 replaces parameters.
+        check_update: As in `StepGuard`.
+        check_replicas_every: As in `StepGuard`.
+        on_mismatch: As in `StepGuard`.
 
     Raises:
         ConfigError: A setting is outside its range (a ValueError, and an AssertionError as in
@@ -135,6 +139,9 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
         fp16_grads: Literal["error", "inplace", "master"] = "error",
         max_consecutive_skips: int | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        check_update: bool = False,
+        check_replicas_every: int | None = None,
+        on_mismatch: Literal["raise", "warn"] = "raise",
     ) -> None:
         # torch's __init__ is not called: it warns about CUDA, and asserts on values that are
         # checked here.
@@ -151,7 +158,8 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, loss_scale
             )
             names = tensor_names(named_parameters)
-            settings = ScalerSettings(rule, fp16_grads, max_consecutive_skips)
+            checks = CheckSettings(check_update, check_replicas_every, on_mismatch)
+            settings = ScalerSettings(rule, fp16_grads, max_consecutive_skips, checks)
             scale = rule.checked_scale(init_scale)
         check_group(process_group)
         self._init_scaler(settings, scale, 0, RankSync(process_group, self._noun), names)
@@ -164,7 +172,7 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
         sync: RankSync,
         names: dict[Tensor, str],
     ) -> None:
-        self._init_state(sync, settings.max_consecutive_skips, names)
+        self._init_state(sync, settings.max_consecutive_skips, names, settings.checks)
         self._init_scale, self._init_growth_tracker = scale, growth_tracker
         self._scaler_settings = settings
         self._hysteresis_tracker: int | Tensor = settings.loss_scale.initial_hysteresis

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distamp.errors import ConfigError
+from distamp.guard.check_settings import NO_CHECKS, CheckSettings
 from distamp.guard.fused import check_device_supported
 from distamp.guard.step_guard import check_skip_limit
 from distamp.scaler.loss_scale import MAX_SCALE, MIN_SCALE, DynamicLossScale, LossScale
@@ -100,6 +101,7 @@ class ScalerSettings:
         loss_scale: The rule of the loss scale.
         fp16_grads: The treatment of float16 gradients.
         max_consecutive_skips: The limit on skipped steps in a row.
+        checks: The checks of weights and replicas.
 
     Raises:
         ConfigError: ``fp16_grads`` or ``max_consecutive_skips`` is outside its range.
@@ -108,6 +110,7 @@ class ScalerSettings:
     loss_scale: LossScale
     fp16_grads: str = "error"
     max_consecutive_skips: int | None = None
+    checks: CheckSettings = NO_CHECKS
 
     def __post_init__(self) -> None:
         check_skip_limit(self.max_consecutive_skips)
@@ -125,4 +128,4 @@ class ScalerSettings:
             "max_consecutive_skips": self.max_consecutive_skips,
         }
         lines = [f"{name}={value}" for name, value in values.items()]
-        return "\n".join(["class=DistGradScaler", *lines])
+        return "\n".join(["class=DistGradScaler", *lines]) + self.checks.text()
