@@ -120,6 +120,11 @@ class StepDecision(NamedTuple):
         """
         return self._replace(found_inf=any_found_inf(flags, device))
 
+    def with_request(self, requested: bool | Tensor) -> StepDecision:
+        """Return this decision with a request to skip; nothing is clipped if the host knows it."""
+        clip_coef = 1.0 if requested is True else self.clip_coef
+        return self._replace(requested=requested, clip_coef=clip_coef)
+
     @property
     def skip(self) -> bool | Tensor:
         """The skip of the step, for any reason, without a wait for the device."""

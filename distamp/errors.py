@@ -6,10 +6,10 @@
     +-- ConfigError                  (ValueError, AssertionError) a setting outside its range
     +-- CallOrderError               (RuntimeError, AssertionError) calls in an impossible order
     +-- GradientError                (RuntimeError) gradients that cannot be read
-    |   +-- ReplicaMismatchError     gradients of replicas that differ between ranks
+    |   +-- ReplicaMismatchError     replicas, or their gradients, that differ between ranks
     +-- RankMismatchError            (RuntimeError) ranks that differ in calls or settings
     +-- NonFiniteError               (RuntimeError) training cannot go on with inf or NaN
-        +-- NonFiniteWeightsError    a step was skipped because weights have inf or NaN
+        +-- NonFiniteWeightsError    weights have inf or NaN
         +-- NonFiniteGradientsError  too many steps in a row were skipped
             +-- LossScaleCollapseError  too many in a row for a scaler, which backed off each time
 
@@ -62,7 +62,7 @@ class NonFiniteError(DistampError, RuntimeError):
 
 
 class NonFiniteWeightsError(NonFiniteError):
-    """A step was skipped because weights of the model have inf or NaN; every rank raises it."""
+    """Weights of the model have inf or NaN, so no later step can help; every rank raises it."""
 
 
 class NonFiniteGradientsError(NonFiniteError):

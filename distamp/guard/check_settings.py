@@ -19,7 +19,7 @@ class CheckSettings:
     Args:
         check_update: Whether the weights that a step wrote are checked for inf and NaN.
         check_replicas_every: Compare replicas after this many updates; None for never.
-        on_mismatch: What happens if replicas differ: ``"raise"`` or ``"warn"``.
+        on_mismatch: The reaction if replicas differ: ``"raise"`` or ``"warn"``.
 
     Raises:
         ConfigError: A setting is outside its range.
@@ -30,11 +30,11 @@ class CheckSettings:
     on_mismatch: str = "raise"
 
     def __post_init__(self) -> None:
-        every = self.check_replicas_every
-        if every is not None and (type(every) is not int or every < 1):
+        interval = self.check_replicas_every
+        if interval is not None and (type(interval) is not int or interval < 1):
             raise ConfigError(
                 "check_replicas_every must be a number of updates, an integer >= 1, or None, not "
-                f"{every!r}."
+                f"{interval!r}."
             )
         if self.on_mismatch not in _ON_MISMATCH:
             raise ConfigError(

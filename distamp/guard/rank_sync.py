@@ -134,7 +134,7 @@ class SyncedFoundInf(NamedTuple):
 
 
 class StateCheck(Protocol):
-    """A check of weights or replicas that needs no message of its own.
+    """A check of weights or replicas without a separate message.
 
     Each rank adds a summand to the digest of its next message. If the state is as it should be, the
     summands of all ranks add up to 0. Otherwise the digests differ, and the ranks gather evidence.
@@ -142,10 +142,10 @@ class StateCheck(Protocol):
 
     @property
     def stops_step(self) -> bool:
-        """Whether kernels skip the step of this message if the state is not as it should be."""
+        """The reaction of kernels to a finding: true if they skip the step of this message."""
 
     def addend(self, group: MessageGroup, modulus: int, iteration: int) -> int | Tensor:
-        """Return the summand of this rank, and remember what it stands for.
+        """Return the summand of this rank, and keep its evidence.
 
         Args:
             group: The group of the message.
@@ -157,10 +157,10 @@ class StateCheck(Protocol):
         """
 
     def evidence(self) -> Any:
-        """Return what the other ranks must know if digests differ. It must not raise."""
+        """Return the evidence for the other ranks if digests differ. It must not raise."""
 
     def raise_findings(self, evidence_by_rank: Sequence[tuple[int, Any]]) -> None:
-        """Raise on every rank what the evidence of all ranks shows, if it shows something.
+        """Raise an error on every rank if the evidence of all ranks shows a fault.
 
         Collective: every rank of the group must call this.
         """
@@ -240,7 +240,7 @@ class _Counters(NamedTuple):
 
 
 class _Digest(NamedTuple):
-    """The digest of a message, and what the sum of all ranks must be.
+    """The digest of a message, and the expected sum over all ranks.
 
     Args:
         value: The digest of this rank; 0-d float64 if a check has measured on a device.
@@ -977,7 +977,7 @@ class RankSync:
                 raised its error already.
 
         Returns:
-            What each rank has sent.
+            The gathered entry of each rank.
         """
         error = exchange.error
         local = {
@@ -1008,7 +1008,8 @@ class RankSync:
         if text:
             raise RankMismatchError(text)
         for index, check in enumerate(self.state_checks):
-            check.raise_findings([(rank, remote["evidence"][index]) for rank, remote in by_rank])
+            evidence = [(rank, remote["evidence"][index]) for rank, remote in by_rank]
+            check.raise_findings(evidence)
         if not any(remote["loss_was_scaled"] for remote in gathered):
             raise CallOrderError(
                 f"Attempted {call.name} but _scale is None on every rank.  This may indicate "
@@ -1018,7 +1019,7 @@ class RankSync:
         return gathered
 
     def _raise_late_findings(self, group: MessageGroup) -> None:
-        """Gather the evidence of checks that did not stop the step, and raise what it shows.
+        """Gather the evidence of checks that did not stop the step, and raise their errors.
 
         Collective: every rank of ``group`` must call this.
         """
@@ -1055,8 +1056,8 @@ def _digest_bits(size: int) -> int:
 def digest_modulus(size: int) -> int:
     """Return the prime number below which the digests of a group of this size are.
 
-    With a prime number larger than the group, a single digest that differs changes the result of
-    the comparison on every rank, also on its own.
+    With a prime number larger than the group, a single different digest changes the result of the
+    comparison on every rank, and also on the rank that sent it.
     """
     return _LARGEST_PRIMES[_digest_bits(size)]
 

@@ -48,11 +48,11 @@ _FIX = (
 
 @dataclass(frozen=True)
 class ReplicaComparison:
-    """What a comparison of replicas covered, the same for all ranks of a set.
+    """The coverage of a comparison of replicas.
 
     Args:
-        compared: The names of the parameters, masters and optimizer state that were compared.
-        not_compared: The names of parameters of which no other rank is known to have a copy.
+        compared: The names of the parameters, masters and optimizer state in the comparison.
+        not_compared: The names of parameters without a known copy on another rank.
     """
 
     compared: tuple[str, ...]
@@ -78,7 +78,7 @@ class _SetSummary(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """A tensor or number that is not equal on the ranks that should hold it alike.
+    """A tensor or number with different values in replicas.
 
     Args:
         key: The set.
@@ -98,10 +98,10 @@ class _Difference(NamedTuple):
 
 
 class ReplicaCheck:
-    """A `StateCheck` of everything that ranks should hold alike.
+    """A `StateCheck` of replicas.
 
-    The first check gathers one checksum for each set of tensors, so that the ranks know who has a
-    replica. Later checks are summands of a message. If parameters or state are added, the next
+    The first check gathers one checksum for each set of tensors, so that each rank knows its
+    replicas. Later checks are summands of a message. If parameters or state are added, the next
     check gathers again.
 
     Attributes:
@@ -111,14 +111,14 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        every: int | None,
+        interval: int | None,
         only_warns: bool,
         logger_name: str,
         optimizers: Callable[[], list[Any]],
         names: Mapping[Tensor, str],
         all_gather: Callable[[Any, MessageGroup | None], list[Any]],
     ) -> None:
-        self._every = every
+        self._interval = interval
         self._only_warns = only_warns
         self._logger_name = logger_name
         self._optimizers = optimizers
@@ -144,7 +144,7 @@ class ReplicaCheck:
 
     @property
     def stops_step(self) -> bool:
-        """Whether kernels skip the step if replicas differ.
+        """The reaction of kernels if replicas differ: true if they skip the step.
 
         The ranks of an unknown set gather, and the step goes on.
         """
@@ -157,7 +157,7 @@ class ReplicaCheck:
             return 0
         is_first_message = iteration != self._last_iteration
         self._last_iteration = iteration
-        if self._every is None or not is_first_message or (iteration - 1) % self._every:
+        if self._interval is None or not is_first_message or (iteration - 1) % self._interval:
             return 0
         try:
             self._measure(group, modulus)
@@ -168,18 +168,18 @@ class ReplicaCheck:
             return 1
         if not self._is_planned:
             return 1
-        known: list[tuple[int, int | Tensor]] = []
-        values = self._values or {}
+        summands: list[tuple[int, int | Tensor]] = []
+        values: dict[SetKey, int | Tensor] = self._values or {}
         for key, value in values.items():
-            ranks = self._ranks_by_set.get((key, self._sets[key].structure_hash()))
+            ranks = self._ranks_by_set.get((key, self._sets[key].structure_hash))
             if ranks is None:
                 self._is_planned = False
                 return 1
             is_first = ranks[0] == group.global_rank
             factor = len(ranks) - 1 if is_first else modulus - 1
-            known.append((factor, value))
+            summands.append((factor, value))
         total: int | Tensor = 0
-        for factor, value in known:
+        for factor, value in summands:
             total = (total + factor * value) % modulus
         if isinstance(total, Tensor):
             return device_utils.to_device(total, group.device, torch.float64)
@@ -205,7 +205,7 @@ class ReplicaCheck:
             return self._error
         summaries: dict[SetKey, _SetSummary] = {}
         for key, value in self._values.items():
-            summaries[key] = _SetSummary(self._sets[key].structure_hash(), int(value))
+            summaries[key] = _SetSummary(self._sets[key].structure_hash, int(value))
         return summaries
 
     def raise_findings(self, evidence_by_rank: Sequence[tuple[int, Any]]) -> None:
@@ -227,7 +227,7 @@ class ReplicaCheck:
             logging.getLogger(self._logger_name).warning("%s", error)
 
     def compare_now(self, group: MessageGroup, modulus: int) -> ReplicaComparison:
-        """Compare replicas in messages of their own, and raise or log what differs.
+        """Compare replicas in separate messages, and raise or log the differences.
 
         Collective: every rank of the group must call this, after an announcement.
         """
@@ -237,7 +237,7 @@ class ReplicaCheck:
         return self.comparison()
 
     def comparison(self) -> ReplicaComparison:
-        """Return what the last measurement covered on this rank."""
+        """Return the coverage of the last measurement on this rank."""
         compared: list[str] = []
         for replica_set in self._sets.values():
             compared += [tensor.name for tensor in replica_set.tensors]
@@ -264,7 +264,7 @@ class ReplicaCheck:
         for key, replica_set in self._sets.items():
             ranks = ranks_by_key[key]
             if own_rank in ranks:
-                self._ranks_by_set[key, replica_set.structure_hash()] = ranks
+                self._ranks_by_set[key, replica_set.structure_hash] = ranks
         if not different_keys:
             return None
         differences, missing = self._find_differences(ranks_by_key, different_keys)
@@ -280,7 +280,7 @@ class ReplicaCheck:
     def _find_differences(
         self, ranks_by_key: Mapping[SetKey, tuple[int, ...]], keys: Sequence[SetKey]
     ) -> tuple[list[_Difference], str]:
-        """Gather a checksum of each tensor; return what differs, or why no comparison is possible.
+        """Gather a checksum of each tensor; return the differences, or a refusal to compare.
 
         Collective: every rank of the group must call this.
         """
@@ -316,19 +316,19 @@ class ReplicaCheck:
             ranks = ranks_text(difference.ranks)
             if difference.is_majority:
                 verb = "differs" if len(difference.ranks) == 1 else "differ"
-                where = f"{ranks} {verb} from the other ranks"
+                ranks_that_differ = f"{ranks} {verb} from the other ranks"
             else:
-                where = f"{ranks_text((difference.source, *difference.ranks))} differ"
-            line = f"  {difference.name}: {where}"
+                ranks_that_differ = f"{ranks_text((difference.source, *difference.ranks))} differ"
+            line = f"  {difference.name}: {ranks_that_differ}"
             if num_elements:
                 line += (
                     f" in {num_different} of {count_text(num_elements, 'element')}, by up to "
                     f"{largest} units in the last place"
                 )
             lines.append(line)
-        left = len(differences) - len(lines)
-        if left:
-            lines.append(f"  {count_text(left, 'more tensor')} differ")
+        num_left = len(differences) - len(lines)
+        if num_left:
+            lines.append(f"  {count_text(num_left, 'more tensor')} differ")
         head = "Replicas that should be equal differ between ranks:"
         return "\n".join([head, *lines, _ENDING + _FIX])
 
@@ -346,9 +346,9 @@ class ReplicaCheck:
         is_different = group.global_rank in difference.ranks
         if is_different and local is not None and isinstance(local.value, Tensor):
             value = local.value.reshape(-1).to(source.device)
-            other = source.view(value.dtype).reshape(-1)[: value.numel()]
-            distances = _ulp_distances(value, other)
-            result = (value.numel(), int(distances.ne(0).sum()), int(distances.max()))
+            distances = _ulp_distances(value, _tensor_of_bytes(source, value))
+            num_different = distances.count_nonzero()
+            result = (value.numel(), int(num_different), int(distances.max()))
         gathered = self._all_gather(result)
         elements, different, largest = (max(column) for column in zip(*gathered, strict=True))
         return elements, different, largest
@@ -387,18 +387,17 @@ class ReplicaCheck:
 
     @no_grad_fast
     def repair(self, group: MessageGroup, modulus: int, from_rank: int | None) -> list[str]:
-        """Copy the values of the majority, or of one rank, over those that differ.
+        """Copy the values of the majority, or of one rank, over different values.
 
         Collective: every rank of the group must call this, after an announcement.
 
         Args:
             group: The group.
             modulus: As in `addend`.
-            from_rank: The rank whose values are copied in the sets that it belongs to; None for
-                the majority.
+            from_rank: The source of the values in the sets of this rank; None for the majority.
 
         Returns:
-            The names of what was copied on any rank.
+            The names of the tensors and numbers that any rank has received.
 
         Raises:
             ReplicaMismatchError: Names or shapes differ.
@@ -414,9 +413,16 @@ class ReplicaCheck:
         repaired: list[str] = []
         for difference in differences:
             ranks = ranks_by_key[difference.key]
-            if from_rank in ranks:
-                others = tuple(rank for rank in ranks if rank != from_rank)
-                difference = difference._replace(source=from_rank, ranks=others)
+            if from_rank is not None and from_rank in ranks:
+                receivers = tuple(rank for rank in ranks if rank != from_rank)
+                difference = _Difference(
+                    difference.key,
+                    difference.position,
+                    difference.name,
+                    from_rank,
+                    receivers,
+                    is_majority=False,
+                )
             self._copy_over(difference)
             repaired.append(difference.name)
         return repaired
@@ -433,7 +439,7 @@ class ReplicaCheck:
         if local is None or group.global_rank not in difference.ranks:
             return
         if isinstance(local.value, Tensor):
-            value = source.view(local.value.dtype).reshape(-1)[: local.value.numel()]
+            value = _tensor_of_bytes(source, local.value)
             local.value.copy_(value.view(local.value.shape))
         elif local.owner is not None:
             state, key = local.owner
@@ -448,12 +454,15 @@ def _set_checksum(replica_set: ReplicaSet, device: torch.device, modulus: int) -
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in replica_set.tensors:
         if isinstance(tensor.value, Tensor):
-            by_device.setdefault(tensor.value.device, []).append(tensor.value)
-    numbers = (replica_set.numbers_hash() + replica_set.structure_hash()) * _NUMBER_WEIGHT % 2**62
-    total = torch.full((), numbers, dtype=torch.int64, device=device)
+            device_tensors = by_device.setdefault(tensor.value.device, [])
+            device_tensors.append(tensor.value)
+    hashes = replica_set.numbers_hash() + replica_set.structure_hash
+    start = hashes * _NUMBER_WEIGHT % 2**62
+    total = torch.full((), start, dtype=torch.int64, device=device)
     for index, tensors in enumerate(by_device.values()):
         part = checksum(tensors)
-        total = total + device_utils.to_device(part, device) * (2 * index + 1)
+        weight = 2 * index + 1
+        total = total + device_utils.to_device(part, device) * weight
     value = mixed(total, modulus)
     return int(value) if device_utils.is_cpu(device) else value
 
@@ -461,17 +470,19 @@ def _set_checksum(replica_set: ReplicaSet, device: torch.device, modulus: int) -
 def _fingerprint(tensor: ReplicaTensor) -> tuple[str, str, int]:
     """Return name, structure and checksum of one tensor or number."""
     if isinstance(tensor.value, Tensor):
-        return tensor.name, tensor.structure(), int(checksum([tensor.value]))
-    return tensor.name, tensor.structure(), zlib.crc32(repr(tensor.value).encode())
+        value = checksum([tensor.value])
+        return tensor.name, tensor.structure(), int(value)
+    text = repr(tensor.value)
+    return tensor.name, tensor.structure(), zlib.crc32(text.encode())
 
 
 def _ranks_of_sets(
     evidence_by_rank: Sequence[tuple[int, Mapping[SetKey, _SetSummary]]],
 ) -> dict[SetKey, tuple[int, ...]]:
-    """Return the ranks that should hold each set alike.
+    """Return the ranks with a replica of each set.
 
-    A set of all ranks has all, also those without any tensor of it, so that a rank that lacks them
-    is found.
+    For a set of all ranks the result includes ranks without any tensor of the set, so that their
+    tensors are found missing.
     """
     ranks_by_key: dict[SetKey, list[int]] = {}
     all_ranks = [rank for rank, _ in evidence_by_rank]
@@ -498,20 +509,32 @@ def _difference(
         return None
     most = counts[0][1]
     candidates = [value for value, count in counts if count == most]
-    source = min(rank for rank, value in value_by_rank.items() if value in candidates)
-    ranks = [rank for rank in value_by_rank if value_by_rank[rank] != value_by_rank[source]]
-    return _Difference(key, index, name, source, tuple(ranks), len(candidates) == 1)
+    sources: list[int] = []
+    for rank, value in value_by_rank.items():
+        if value in candidates:
+            sources.append(rank)
+    source = min(sources)
+    source_value = value_by_rank[source]
+    ranks: list[int] = []
+    for rank, value in value_by_rank.items():
+        if value != source_value:
+            ranks.append(rank)
+    is_majority = len(candidates) == 1
+    return _Difference(key, index, name, source, tuple(ranks), is_majority)
 
 
 def _structure_text(rows: Mapping[int, Sequence[tuple[str, str, int]]]) -> str:
     """Return the refusal of parameters, or state, that not all ranks have."""
-    structures = {rank: {row[1] for row in rank_rows} for rank, rank_rows in rows.items()}
+    structures: dict[int, set[str]] = {}
+    for rank, rank_rows in rows.items():
+        structures[rank] = {row[1] for row in rank_rows}
     common = set.intersection(*structures.values())
     lines: list[str] = []
     for rank, structure in structures.items():
         extra = sorted(structure - common)
         if extra:
-            lines.append(f"  rank {rank} alone or with others: {choices_text(extra[:3])}")
+            extra_text = choices_text(extra[:3])
+            lines.append(f"  rank {rank} alone or with others: {extra_text}")
     return "\n".join(
         [
             "Replicas cannot be compared, because the ranks differ in names, shapes or dtypes of "
@@ -523,15 +546,21 @@ def _structure_text(rows: Mapping[int, Sequence[tuple[str, str, int]]]) -> str:
     )
 
 
-def _ulp_distances(values: Tensor, others: Tensor) -> Tensor:
+def _tensor_of_bytes(received: Tensor, local: Tensor) -> Tensor:
+    """Return received bytes as a flat tensor with the dtype and size of a local tensor."""
+    values = received.view(local.dtype)
+    return values[: local.numel()]
+
+
+def _ulp_distances(first: Tensor, second: Tensor) -> Tensor:
     """Return the distances of two tensors of one dtype in units of the last place, as int64."""
-    return (_ordered(values) - _ordered(others)).abs()
+    return (_as_ordered_ints(first) - _as_ordered_ints(second)).abs()
 
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _ordered(values: Tensor) -> Tensor:
+def _as_ordered_ints(values: Tensor) -> Tensor:
     """Return integers in the order of the values, in which neighbours differ by 1."""
     if values.is_complex():
         values = torch.view_as_real(values)

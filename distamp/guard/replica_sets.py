@@ -1,7 +1,8 @@
-"""The tensors that several ranks should hold alike, by the layout of each parameter."""
+"""Tensors with replicas on several ranks, by the layout of each parameter."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +19,15 @@ from distamp.optim_utils import OptimizerView, param_names, params_of, view_of
 
 __all__ = ["ReplicaSet", "ReplicaTensor", "SetKey", "find_replica_sets"]
 
-#: The ranks that hold a set of tensors alike: ``("all",)``; ``("ranks", 0, 2)`` for the replicas of
-#: a mesh; and ``("place", size, index)`` for the ranks at the same place of groups of this size.
+#: The ranks with replicas of a set of tensors: ``("all",)``; ``("ranks", 0, 2)`` for the replicas
+#: of a mesh; ``("place", size, index)`` for the ranks at the same place of groups of this size.
 SetKey: TypeAlias = tuple[Any, ...]
 _ALL: SetKey = ("all",)
 
 
 @dataclass
 class ReplicaTensor:
-    """A tensor, or a number of the optimizer's state, of which there are replicas.
+    """A tensor with replicas, or a number of the optimizer's state.
 
     Args:
         name: The parameter's name; for state and masters with the kind before it, such as
@@ -40,15 +41,16 @@ class ReplicaTensor:
     owner: tuple[dict[Any, Any], Any] | None = None
 
     def structure(self) -> str:
-        """Return what must be equal on all ranks for a comparison: name, shape and dtype."""
+        """Return name, shape and dtype, which must be equal on all ranks for a comparison."""
         if isinstance(self.value, Tensor):
-            return f"{self.name} {tuple(self.value.shape)} {self.value.dtype}"
+            shape = tuple(self.value.shape)
+            return f"{self.name} {shape} {self.value.dtype}"
         return f"{self.name} {type(self.value).__name__}"
 
 
 @dataclass
 class ReplicaSet:
-    """The tensors of this rank that one set of ranks should hold alike.
+    """The tensors of this rank with replicas on the same other ranks.
 
     Args:
         tensors: The tensors and numbers, in the same order on all ranks.
@@ -56,14 +58,18 @@ class ReplicaSet:
 
     tensors: list[ReplicaTensor] = field(default_factory=list)
 
+    @functools.cached_property
     def structure_hash(self) -> int:
-        """Return a hash of names, shapes and dtypes."""
+        """A hash of names, shapes and dtypes."""
         text = "\n".join(tensor.structure() for tensor in self.tensors)
         return zlib.crc32(text.encode())
 
     def numbers_hash(self) -> int:
         """Return a hash of the numbers."""
-        numbers = [tensor.value for tensor in self.tensors if not isinstance(tensor.value, Tensor)]
+        numbers: list[Any] = []
+        for tensor in self.tensors:
+            if not isinstance(tensor.value, Tensor):
+                numbers.append(tensor.value)
         return zlib.crc32(repr(numbers).encode())
 
 
@@ -76,7 +82,7 @@ def find_replica_sets(
     """Return the sets of tensors with replicas, and the names of parameters without.
 
     Args:
-        optimizers: The optimizers whose parameters, masters and state are compared.
+        optimizers: Their parameters, masters and state are compared.
         names: Names of parameters. Parameters that no optimizer steps are compared, too; buffers,
             which may rightly differ, are not.
         is_replicated_fn: Returns whether every rank holds the same values of a parameter.
@@ -84,12 +90,12 @@ def find_replica_sets(
     """
     sets: dict[SetKey, ReplicaSet] = {}
     not_compared: list[str] = []
-    seen: set[int] = set()
+    added: set[int] = set()
 
     def add(name: str, param: Tensor, view: OptimizerView | None, stepped: Tensor) -> None:
-        if id(param) in seen:
+        if id(param) in added:
             return
-        seen.add(id(param))
+        added.add(id(param))
         key = _set_key(param, view, is_replicated_fn, shard_group_fn)
         tensors = [ReplicaTensor(name, to_local(param))]
         if key is not None and view is not None and not view.is_zero_sharded:
@@ -121,7 +127,7 @@ def _set_key(
     is_replicated_fn: LayoutFn | None,
     shard_group_fn: LayoutFn | None,
 ) -> SetKey | None:
-    """Return which ranks hold a parameter alike; None if no rank is known to."""
+    """Return the key of the ranks with a replica of a parameter; None without a known replica."""
     if is_replicated_fn is not None and is_replicated_fn(param):
         return _ALL
     shard_group = None if shard_group_fn is None else shard_group_fn(param)
@@ -133,27 +139,24 @@ def _set_key(
         return _mesh_key(param)
     if view is not None and view.is_zero_sharded:
         return _ALL
-    is_marked = getattr(param, "tensor_model_parallel", None) is True
-    is_marked = is_marked or getattr(param, "shared", None) is True
-    is_flat = getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
-    is_annotated = "_local_type" in vars(param)
-    if is_marked or is_flat or is_annotated:
-        return None
-    return _ALL
+    for mark in ("tensor_model_parallel", "shared", "_fsdp_flattened", "_local_type"):
+        if getattr(param, mark, None):
+            return None
+    return None if type(param).__name__ == "FlatParameter" else _ALL
 
 
 def _place_key(param: Tensor, group: ProcessGroup | DeviceMesh) -> SetKey:
     """Return the key of the ranks at the same place of the groups over which a tensor is cut."""
     if is_dtensor(param) and isinstance(group, DeviceMesh):
-        coordinate = param.device_mesh.get_coordinate()
-        places = tuple(
-            index
-            for index, placement in zip(coordinate or (), param.placements, strict=True)
-            if not placement.is_replicate()
-        )
+        coordinate = param.device_mesh.get_coordinate() or ()
+        places: list[int] = []
+        for index, placement in zip(coordinate, param.placements, strict=True):
+            if not placement.is_replicate():
+                places.append(index)
         return ("place", group.size(), *places)
     if isinstance(group, DeviceMesh):
-        return ("place", group.size(), *(group.get_coordinate() or ()))
+        coordinate = group.get_coordinate() or ()
+        return ("place", group.size(), *coordinate)
     return ("place", group.size(), group.rank())
 
 
@@ -166,7 +169,8 @@ def _mesh_key(param: Any) -> SetKey | None:
     index: list[Any] = []
     for place, placement in zip(coordinate, param.placements, strict=True):
         index.append(slice(None) if placement.is_replicate() else place)
-    ranks = sorted(mesh.mesh[tuple(index)].reshape(-1).tolist())
+    replicas = mesh.mesh[tuple(index)]
+    ranks = sorted(replicas.reshape(-1).tolist())
     return ("ranks", *ranks) if len(ranks) > 1 else None
 
 
@@ -174,10 +178,12 @@ def _state_tensors(name: str, view: OptimizerView, stepped: Tensor) -> list[Repl
     """Return the master and the optimizer's state of a parameter, sorted by key."""
     tensors: list[ReplicaTensor] = []
     for kind, tensor in view.master_tensors(stepped):
-        tensors.append(ReplicaTensor(f"{kind} of {name}", to_local(tensor)))
+        full_name = f"{kind} of {name}"
+        tensors.append(ReplicaTensor(full_name, to_local(tensor)))
     state = view.base.state.get(stepped, {})
     for key in sorted(state, key=str):
-        value, full_name = state[key], f"{key} of {name}"
+        value = state[key]
+        full_name = f"{key} of {name}"
         if isinstance(value, Tensor):
             tensors.append(ReplicaTensor(full_name, to_local(value)))
         elif isinstance(value, (bool, int, float)):
@@ -186,9 +192,10 @@ def _state_tensors(name: str, view: OptimizerView, stepped: Tensor) -> list[Repl
 
 
 def _has_bits(tensor: ReplicaTensor) -> bool:
-    """Return whether a value is a number or a dense tensor, whose bits can be read."""
+    """Return whether a value is a number, or a dense tensor with readable bits."""
     value = tensor.value
     if not isinstance(value, Tensor):
         return True
+    is_plain = type(value) in (Tensor, nn.Parameter)
     is_dense = value.layout is torch.strided and not value.is_quantized
-    return is_dense and type(value) in (Tensor, nn.Parameter) and not value.is_meta
+    return is_plain and is_dense and not value.is_meta

@@ -636,8 +636,8 @@ class StepGuardBase(Joinable):
         """Raise if the last step of a single process wrote inf or NaN.
 
         Returns:
-            On a device the flag, 0-d float32, by which the next step is skipped. The host reads it
-            later, and raises then.
+            On a device the flag, 0-d float32. Kernels skip the next step by it, and the host reads
+            it later, and raises then.
         """
         check, rank = cast("UpdateCheck", self._update_check), self._sync.rank
         flag = check.flag_alone(device, rank)
@@ -1023,8 +1023,7 @@ class StepGuardBase(Joinable):
             history.consecutive_skips = 0
         requested = state.get("skip_requested", False)
         if requested is not False:
-            clip_coef = 1.0 if requested is True else decision.clip_coef
-            decision = decision._replace(requested=requested, clip_coef=clip_coef)
+            decision = decision.with_request(requested)
         flags = list(state["found_inf_per_device"].values())
         if state["is_fused"]:
             sync.flush(wait=False)
@@ -1598,7 +1597,7 @@ class StepGuardBase(Joinable):
         is_replicated_fn: LayoutFn | None = None,
         shard_group_fn: LayoutFn | None = None,
     ) -> ReplicaComparison:
-        """Compare everything that ranks should hold alike, bit by bit.
+        """Compare replicas of parameters, masters and optimizer state, bit by bit.
 
         Collective: every rank of `process_group` must call this.
 
@@ -1614,7 +1613,7 @@ class StepGuardBase(Joinable):
             shard_group_fn: As in `clip_grad_norm_`. None: the declarations of the last step.
 
         Returns:
-            The names of what was compared, and of parameters without a known replica.
+            The names of the tensors in the comparison, and of parameters without a known replica.
 
         Raises:
             ReplicaMismatchError: Replicas differ, or plain parameters have other names or shapes;
@@ -1628,16 +1627,16 @@ class StepGuardBase(Joinable):
         return self._replica_check.compare_now(group, digest_modulus(group.size))
 
     def repair_replicas(self, from_rank: int | None = None) -> list[str]:
-        """Make replicas equal again: copy the values of the majority over those that differ.
+        """Make replicas equal again: copy the values of the majority over different values.
 
         Collective: every rank of `process_group` must call this.
 
         Args:
-            from_rank: The rank in the default group whose values are copied. None: the value that
-                most ranks have; of equally many the one of the lowest rank.
+            from_rank: The source of the values, as a rank in the default group. None: the value of
+                most ranks; of equally many the value of the lowest rank.
 
         Returns:
-            The names of the parameters, masters and state that were copied on some rank.
+            The names of the parameters, masters and state that some rank has received.
 
         Raises:
             ConfigError: ``from_rank`` is no rank of the group.
@@ -2288,9 +2287,8 @@ class StepGuard(StepGuardBase):
             of the next message, and `distamp.errors.NonFiniteWeightsError` is raised before the
             next step is taken. Costs one pass over the weights. `check_weights` checks the last
             step of a run.
-        check_replicas_every: Compare everything that ranks should hold alike, as `check_replicas`
-            does, after the first update and then after this many updates. A checksum is part of
-            the next message.
+        check_replicas_every: Compare replicas, as `check_replicas` does, after the first update and
+            then after this many updates. A checksum is part of the next message.
         on_mismatch: ``"raise"`` `distamp.errors.ReplicaMismatchError` on every rank if replicas
             differ, or ``"warn"`` in the log, because some devices compute with other roundings.
 

@@ -40,8 +40,8 @@ class UpdateCheck:
     A step measures the weights on this rank after the optimizer has written them. On a device the
     host does not wait: kernels add the flag to the digest, and the next step is skipped by it. An
     update that is not finite is found by the owner of the weight, also under ZeRO, where each rank
-    looks at the share that it steps. A master needs no look of its own, because inf and NaN stay in
-    the weight to which it is rounded.
+    looks at the share that it steps. Masters are not measured, because inf and NaN stay in a
+    weight that is rounded from a master.
 
     Attributes:
         stops_step: True, because a step with such weights is lost.
@@ -75,7 +75,7 @@ class UpdateCheck:
             self._measured.append(_BadUpdate(view.holder, history, is_bad))
 
     def clear(self) -> None:
-        """Forget what was measured, because the weights are others now."""
+        """Forget the measurements, because the weights were replaced."""
         self._measured, self._sent = [], []
 
     # -- as a part of a message ----------------------------------------------------------------
@@ -119,7 +119,7 @@ class UpdateCheck:
     # -- without other ranks -------------------------------------------------------------------
 
     def flag_alone(self, device: torch.device, rank: int) -> Tensor | None:
-        """Return the flag of this process, by which the next step is skipped on a device.
+        """Return the flag of this process for kernels, which skip the next step by it.
 
         On the host the error is raised here.
 

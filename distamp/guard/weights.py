@@ -141,15 +141,24 @@ def nonfinite_state_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[s
     for param, stepped in view.param_pairs():
         model_params[id(stepped)] = param
     tensors: list[tuple[str, Tensor]] = []
-    for name, stepped in zip(param_names(optimizer), params_of(optimizer), strict=True):
+    all_names = param_names(optimizer)
+    for name, stepped in zip(all_names, params_of(optimizer), strict=True):
         param = model_params.get(id(stepped), stepped)
         name = names.get(param, name)
-        if param.requires_grad and param.dtype.itemsize > 1:
+        if param.requires_grad and _can_be_inf(param):
             tensors.append((name, param))
-        for key, value in view.base.state.get(stepped, {}).items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1:
-                tensors.append((f"{key} of {name}", value))
+        state = view.base.state.get(stepped, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and _can_be_inf(value):
+                state_name = f"{key} of {name}"
+                tensors.append((state_name, value))
     return _find_nonfinite(tensors)
+
+
+def _can_be_inf(tensor: Tensor) -> bool:
+    """Return whether a dtype has inf, and a function isfinite; dtypes of one byte have none."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and tensor.itemsize > 1
 
 
 def nonfinite_state_error(tensors: Sequence[tuple[int, str]]) -> NonFiniteWeightsError:

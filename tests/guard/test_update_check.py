@@ -1,5 +1,6 @@
 """`check_update`: a step that writes inf or NaN is named before the next step is taken."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ INF = float("inf")
 
 
 class BadSGD(torch.optim.SGD):
-    """An SGD one of whose steps writes inf into one weight of one rank."""
+    """An SGD that writes inf into one weight of one rank in one step."""
 
     def __init__(
         self, params: Any, bad: Tensor, rank: int = 0, bad_step: int = 3, **settings: Any
@@ -50,12 +51,12 @@ def error_of_the_fourth_step(guard: Any, model: nn.Module, optimizer: Any, **ste
     """Take three steps, and return the error of the fourth, which changes nothing."""
     for _ in range(3):
         iteration(guard, model, optimizer, **step)
-    before = weights(model)
+    weights_then = weights(model)
     backward(guard, model, optimizer)
     with pytest.raises(NonFiniteWeightsError) as raised:
         guard.step(optimizer, **step)
-    for now, then in zip(weights(model), before, strict=True):
-        assert torch.equal(now, then)
+    for now, earlier in zip(weights(model), weights_then, strict=True):
+        assert torch.equal(now, earlier)
     return str(raised.value)
 
 
@@ -63,12 +64,12 @@ def error_of_the_fourth_step(guard: Any, model: nn.Module, optimizer: Any, **ste
 
 
 @pytest.mark.parametrize("step", [{}, {"max_norm": 1.0}], ids=["flags", "norm"])
-@pytest.mark.parametrize("made", ["guard", "scaler"])
-def test_one_process_raises_before_the_next_step(made, step):
+@pytest.mark.parametrize("owner", ["guard", "scaler"])
+def test_one_process_raises_before_the_next_step(owner, step):
     model = Net()
     optimizer = BadSGD(model.parameters(), model.middle.weight)
     guard = guard_of(model)
-    if made == "scaler":
+    if owner == "scaler":
         names = model.named_parameters()
         guard = DistGradScaler("cpu", 8.0, named_parameters=names, check_update=True)
     text = error_of_the_fourth_step(guard, model, optimizer, **step)
@@ -217,14 +218,20 @@ def test_check_weights_of_one_rank_alone_is_an_error():
     guard = guard_of(model)
     iteration(guard, model, optimizer)
     backward(guard, model, optimizer)
+    call = guard.check_weights if dist.get_rank() == 0 else functools.partial(guard.step, optimizer)
     with pytest.raises(RankMismatchError, match=r"check_weights\(\)"):
-        if dist.get_rank() == 0:
-            guard.check_weights()
-        else:
-            guard.step(optimizer)
+        call()
 
 
 # -- devices ---------------------------------------------------------------------------------------
+
+
+def steps_that_the_host_reads(
+    guard: StepGuard, model: nn.Module, optimizer: Any, **step: Any
+) -> None:
+    iteration(guard, model, optimizer, **step)
+    guard.step_counts(optimizer)
+    iteration(guard, model, optimizer, **step)
 
 
 @on_devices(2)
@@ -236,12 +243,11 @@ def test_on_devices_every_rank_raises_one_call_later_and_no_step_is_taken(fused,
     guard = guard_of(model)
     for _ in range(2):
         iteration(guard, model, optimizer, **step)
-    before = weights(model)
+    weights_then = weights(model)
     with pytest.raises(NonFiniteWeightsError, match=r"^After step 2 .* middle\.weight \(rank 1\)"):
-        for _ in range(2):
-            iteration(guard, model, optimizer, **step)
-    for now, then in zip(weights(model), before, strict=True):
-        assert torch.equal(now, then)
+        steps_that_the_host_reads(guard, model, optimizer, **step)
+    for now, earlier in zip(weights(model), weights_then, strict=True):
+        assert torch.equal(now, earlier)
     assert guard.step_counts(optimizer).taken == 2
 
 
@@ -254,9 +260,8 @@ def test_one_process_on_a_device_takes_no_further_step(fused, step):
     guard = guard_of(model)
     for _ in range(2):
         iteration(guard, model, optimizer, **step)
-    before = weights(model)
+    weights_then = weights(model)
     with pytest.raises(NonFiniteWeightsError, match=r"^After step 2 "):
-        iteration(guard, model, optimizer, **step)
-        guard.step_counts(optimizer)  # The host reads what has happened.
-    for now, then in zip(weights(model), before, strict=True):
-        assert torch.equal(now, then)
+        steps_that_the_host_reads(guard, model, optimizer, **step)
+    for now, earlier in zip(weights(model), weights_then, strict=True):
+        assert torch.equal(now, earlier)

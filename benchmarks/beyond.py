@@ -1,0 +1,134 @@
+"""Cost of the checks beyond the gradient: a guard with and without them in the same run.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.beyond [--rounds 25]
+
+One row is one check and one model of random weights. Only the guarded step is timed, not the
+forward and backward passes. A comparison of replicas runs in one of 20 steps, so a turn is 20
+steps. On several ranks a turn takes as long as its slowest rank. The last table counts the messages
+and bytes of one step.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
+from distamp import StepGuard
+from tests.collectives import count_collectives
+from tests.ranks import RankPool
+
+PLAIN, CHECKED = "without", "with"
+EVERY = 20
+CHECKS: dict[str, dict[str, Any]] = {
+    "check_update": {"check_update": True},
+    f"check_replicas_every={EVERY}": {"check_replicas_every": EVERY},
+}
+
+
+class Case(NamedTuple):
+    """A model and its optimizer.
+
+    Args:
+        check: A key of `CHECKS`.
+        optimizer: ``fused`` or ``foreach``, of AdamW.
+        parameters: The number of parameters.
+        elements: The number of elements of each.
+        ranks: The number of ranks, in DDP if there are several.
+        steps: Steps of one turn.
+    """
+
+    check: str
+    optimizer: str
+    parameters: int
+    elements: int
+    ranks: int
+    steps: int
+
+
+SIZES = ((24, 349_525), (300, 13_333), (300, 1_333))
+CASES = [Case("check_update", "fused", *size, 1, 1) for size in SIZES]
+CASES.append(Case("check_update", "foreach", 300, 13_333, 1, 1))
+CASES += [Case(f"check_replicas_every={EVERY}", "fused", *size, 2, EVERY) for size in SIZES]
+
+
+def guarded_steps(case: Case, settings: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that takes the steps of one turn."""
+    weights = nn.ParameterList(torch.randn(case.elements) for _ in range(case.parameters))
+    model: nn.Module = weights
+    if case.ranks > 1:
+        model = DistributedDataParallel(weights)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.01)
+    options: dict[str, bool] = {case.optimizer: True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, **options)
+    guard = StepGuard(**settings)
+
+    def steps() -> None:
+        for _ in range(case.steps):
+            guard.step(optimizer)
+            guard.update()
+
+    return steps
+
+
+def measure(case: Case, rounds: int) -> Timings:
+    """Return the times with and without the check on this rank."""
+    contenders = {
+        PLAIN: guarded_steps(case, {}),
+        CHECKED: guarded_steps(case, CHECKS[case.check]),
+    }
+    return interleave(contenders, rounds, before=dist.barrier)
+
+
+def count_messages(check: str) -> list[str]:
+    """Return messages and bytes of a step without and with a check."""
+    case = Case(check, "fused", 24, 1_333, 2, 1)
+    cells: list[str] = []
+    every_step = {"check_replicas_every": 1} if "replicas" in check else CHECKS[check]
+    for settings in ({}, every_step):
+        step = guarded_steps(case, settings)
+        for _ in range(3):
+            step()
+        with count_collectives() as collectives:
+            step()
+        cells.append(f"{collectives.count}, {collectives.bytes} bytes")
+    return cells
+
+
+def main(*, rounds: int = 25) -> None:
+    """Measure the checks.
+
+    Args:
+        rounds: The number of turns of each row.
+    """
+
+    def time_rows() -> Iterator[list[object]]:
+        for case in CASES:
+            pool = pair if case.ranks > 1 else one_rank
+            timings = slowest(pool.run(measure, case, rounds))
+            millions = case.parameters * case.elements / 1e6
+            yield [
+                case.check,
+                case.optimizer,
+                f"{millions:.1f} M in {case.parameters}",
+                case.ranks,
+                median(timings[PLAIN], 1e3 / case.steps),
+                ratio(timings[CHECKED], timings[PLAIN]),
+            ]
+
+    def message_rows() -> Iterator[list[object]]:
+        for check in CHECKS:
+            yield [check, *pair.run(count_messages, check)[0]]
+
+    with RankPool(1, timeout=600) as one_rank, RankPool(2, timeout=600) as pair:
+        header = ["check", "AdamW", "elements", "ranks", "ms a step without", "with, of without"]
+        table(header, time_rows())
+        table(["check", PLAIN, CHECKED], message_rows(), "Messages and bytes of one step")
+
+
+if __name__ == "__main__":
+    command(main)
