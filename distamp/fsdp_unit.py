@@ -1,4 +1,4 @@
-"""FSDPUnit: one module of FSDP2, and all private names of FSDP2 that distamp reads.
+"""FSDPUnit: one module of FSDP2, and all private names of FSDP that distamp reads.
 
 A new version of torch changes this file alone. The names were read in torch 2.11, 2.13 and 2.15.
 If torch renames one, the call that needs it raises RuntimeError with the name, and everything else
@@ -41,6 +41,9 @@ if_needed and `to_accumulated_grad_                 which a parameter with its f
 if_needed`                                          paused passes causes
 _fsdp_common.FSDPMeshInfo and           2.11-2.15   registration with replicas raises
 `DataParallelMeshInfo`
+FSDP1: module._handle and its           2.11-2.15   snapshots of FSDP1 raise
+`flat_param._full_param_padded`,
+`_prefetched`
 ======================================  ==========  ==============================================
 """
 
@@ -58,7 +61,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 
-__all__ = ["FSDPUnit"]
+__all__ = ["FSDPUnit", "free_gathered_flat_params"]
 
 # Since torch 2.15 FSDP2 reduces gradients in the parameters' grad_dtype if a policy has no
 # reduce_dtype. Before, it reduced them in param_dtype.
@@ -146,6 +149,10 @@ class FSDPUnit:
                 shard = _read(fsdp_param, "sharded_param")
                 for gathered in _gathered_params(fsdp_param):
                     yield gathered, shard
+
+    def reshard(self) -> None:
+        """Free the gathered parameters, and register the shards as the module's parameters."""
+        self.module.reshard()
 
     # -- the policy ------------------------------------------------------------------------------
 
@@ -428,6 +435,24 @@ class FSDPUnit:
             self.module.set_all_reduce_hook(all_reduce_hook)
         if all_gather is not None:
             self.module.set_custom_all_gather(all_gather)
+
+
+def free_gathered_flat_params(module: nn.Module) -> None:
+    """Free the gathered flat parameter of a module of FSDP1; do nothing for another module.
+
+    After a forward pass without a backward pass, FSDP1 keeps the gathered parameter of its root,
+    and the next forward pass uses it again.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
+        return
+    handle = _read(module, "_handle")
+    # A handle gets its memory for gathered parameters in the first forward pass.
+    if handle is None or not hasattr(handle.flat_param, "_full_param_padded"):
+        return
+    handle.reshard(handle.uses_sharded_strategy)
+    handle.post_reshard()
+    setattr(handle, "_prefetched", False)  # noqa: B010  # torch's attribute
 
 
 def _read(owner: Any, name: str) -> Any:

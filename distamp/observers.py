@@ -1,4 +1,4 @@
-"""Interfaces that communication hooks and `distamp.report.StepReplay` implement for a guard."""
+"""Interfaces between a guard, communication hooks, replays and snapshots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["CommHookObserver", "ReplayObserver"]
+__all__ = ["COMM_HOOK_ATTR", "CommHookObserver", "ReplayObserver", "SnapshotSource"]
+
+#: The attribute of a wrapper with the hook that `distamp.comm_hooks.register_comm_hook` gave it.
+COMM_HOOK_ATTR = "_distamp_comm_hook"
 
 
 @runtime_checkable
@@ -48,4 +51,25 @@ class ReplayObserver(Protocol):
             has_loss_scale: Whether a loss scale may be the reason.
             params: The tensors that the optimizers step: masters if there are some.
             process_group: The ranks that skipped the step.
+        """
+
+
+@runtime_checkable
+class SnapshotSource(Protocol):
+    """An object with state that `distamp.guard.Snapshots` saves and writes back in place."""
+
+    def snapshot_state(self) -> Any:
+        """Return the live tensors and other values, in dicts, lists and tuples.
+
+        `Snapshots` calls this to save the state, and again to find the tensors to write to. Tensors
+        that other code may hold, and that must not change, are copies.
+        """
+
+    def load_snapshot_state(self, state: Any) -> None:
+        """Load a saved state.
+
+        Args:
+            state: As `snapshot_state` returned it. Its tensors are the live ones, which have the
+                saved values now. A new tensor is there for each live tensor that is missing or has
+                another shape.
         """

@@ -229,6 +229,16 @@ class OptimizerView:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of another rank with the same parameters."""
 
+    def take_over_writes(self) -> None:
+        """Copy to masters the values that other code than the optimizer wrote to parameters."""
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """See `distamp.observers.SnapshotSource`: nothing, because this view has no masters."""
+        return {}
+
+    def load_snapshot_state(self, state: dict[str, Any]) -> None:
+        """See `distamp.observers.SnapshotSource`; parameters have their saved values already."""
+
 
 def set_view(optimizer: torch.optim.Optimizer, view: OptimizerView) -> None:
     """Let `view_of` find ``view``, which the optimizer owns."""

@@ -188,6 +188,14 @@ class CommHook(AbstractContextManager["CommHook"]):
         """
         self.residuals.load_state_dict(state_dict)
 
+    def snapshot_state(self) -> Any:
+        """See `distamp.observers.SnapshotSource`."""
+        return self.residuals.snapshot_state()
+
+    def load_snapshot_state(self, state: Any) -> None:
+        """See `distamp.observers.SnapshotSource`."""
+        self.residuals.load_snapshot_state(state)
+
     # -- collectives -----------------------------------------------------------------------------
 
     def collectives_for(

@@ -18,11 +18,11 @@ from distamp.comm_hooks.fsdp1 import fsdp1_adapter
 from distamp.comm_hooks.hook import CommHook
 from distamp.comm_hooks.topology import Topology, gather_topology
 from distamp.errors import RankMismatchError
+from distamp.observers import COMM_HOOK_ATTR
 
 __all__ = ["hook_of", "register_comm_hook"]
 
 _log = logging.getLogger("distamp.comm_hooks")
-_MARK = "_distamp_comm_hook"  # an attribute of the wrapper
 
 
 def register_comm_hook(
@@ -112,7 +112,7 @@ def register_comm_hook(
         # The model takes no hook, and nothing else would release the connections.
         hook.close()
         raise
-    setattr(torch_private.unwrap_compiled(model), _MARK, hook)
+    setattr(torch_private.unwrap_compiled(model), COMM_HOOK_ATTR, hook)
     return hook
 
 
@@ -122,7 +122,8 @@ def hook_of(model: nn.Module) -> CommHook | None:
     Returns:
         None if the model has no hook, or is a copy of a model that has one.
     """
-    hook: CommHook | None = getattr(torch_private.unwrap_compiled(model), _MARK, None)
+    module = torch_private.unwrap_compiled(model)
+    hook: CommHook | None = getattr(module, COMM_HOOK_ATTR, None)
     return None if hook is not None and hook.is_copy else hook
 
 

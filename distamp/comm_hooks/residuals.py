@@ -279,6 +279,33 @@ class ResidualStore:
         self._is_unscaled = state_dict["scaled"]
         self._loaded = residuals
 
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """See `distamp.observers.SnapshotSource`: the live residuals of each bucket."""
+        state: dict[str, Any] = {}
+        state["loaded"] = self._loaded
+        state["is_unscaled"] = self._is_unscaled
+        values_by_key: dict[BucketKey, list[Tensor]] = {}
+        for key, residuals in self._residuals.items():
+            values_by_key[key] = [residual.values for residual in residuals]
+        state["values"] = values_by_key
+        return state
+
+    def load_snapshot_state(self, state: dict[str, Any]) -> None:
+        """See `distamp.observers.SnapshotSource`: buckets that came later lose their residuals."""
+        residuals_by_key: dict[BucketKey, list[Residual]] = {}
+        for key, tensors in state["values"].items():
+            residuals: list[Residual] = []
+            for values in tensors:
+                residual = Residual.from_values(values)
+                residuals.append(residual)
+            residuals_by_key[key] = residuals
+        self._residuals = residuals_by_key
+        self._loaded = state["loaded"]
+        self._is_unscaled = state["is_unscaled"]
+        self.on_update()
+
 
 def rank_label() -> str:
     """Return the label of this rank's residuals in a checkpoint."""

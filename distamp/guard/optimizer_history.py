@@ -13,7 +13,7 @@ from torch import Tensor
 from distamp.clip_grad import StepDecision, as_found_inf_tensor
 from distamp.optim_utils import params_of, unwrap_optimizer, view_of
 
-__all__ = ["OptimizerHistories", "OptimizerHistory", "StepCounts"]
+__all__ = ["OptimizerHistories", "OptimizerHistory", "StepCounts", "clone_if_tensor"]
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,32 @@ class OptimizerHistory:
         view = view_of(optimizer)
         self._optimizer_ref = _weakref_or_strong(view.holder)
         self.base_ref = _weakref_or_strong(view.base)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin as if no step had been made."""
         self.steps_taken = self.steps_skipped = self.consecutive_skips = self.norm_skips = 0
         self.consecutive_norm_skips = self.requested_skips = 0
         self.first_skipped_scale: float | None = None
         self.last_decision: StepDecision | None = None
         self.was_idle: bool | Tensor = False
         self.total_norm: float | Tensor | None = None
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """Return the attributes that steps change, with copies of tensors."""
+        state: dict[str, Any] = {}
+        for name in self.__slots__:
+            if name not in _IDENTITY_ATTRS:
+                state[name] = clone_if_tensor(getattr(self, name))
+        decision = self.last_decision
+        if decision is not None:
+            state["last_decision"] = StepDecision(*map(clone_if_tensor, decision))
+        return state
+
+    def load_snapshot_state(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a `snapshot_state`."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     @property
     def optimizer(self) -> Any:
@@ -107,6 +127,15 @@ class OptimizerHistory:
         skip = as_found_inf_tensor(decision.skip, is_idle.device)
         self.last_decision = StepDecision(skip * is_idle.logical_not())
         self.was_idle = is_idle
+
+
+#: The attributes of `OptimizerHistory` that no step changes.
+_IDENTITY_ATTRS = ("__weakref__", "_optimizer_ref", "base_ref")
+
+
+def clone_if_tensor(value: Any) -> Any:
+    """Return a copy of a tensor; another value unchanged."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _weakref_or_strong(optimizer: Any) -> Callable[[], Any]:

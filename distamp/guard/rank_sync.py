@@ -165,6 +165,9 @@ class StateCheck(Protocol):
         Collective: every rank of the group must call this.
         """
 
+    def clear(self) -> None:
+        """Forget the measurements, because the weights were replaced."""
+
 
 class MissingGrads:
     """Flags for an optimizer without gradients, on this rank and on every rank.
@@ -540,6 +543,13 @@ class RankSync:
         self._unsent_error = self._failed_step = None
         self.found_inf_on_host = False
 
+    def drop_iteration(self) -> None:
+        """Forget all counters, errors and late reads of an iteration that every rank gives up."""
+        self.reset_counters()
+        self._pending_reads.clear()
+        for check in self.state_checks:
+            check.clear()
+
     def note_replicas_compared(self, num_grads: int, layout_fns: object) -> None:
         """Store how many gradients had equal replicas, if the comparison found them equal."""
         if self.replicas_match:
@@ -643,22 +653,39 @@ class RankSync:
             RankMismatchError: A rank makes another call, or has other settings; or a rank is gone.
             Exception: The error of a rank, on every rank.
         """
-        if device is None:
-            device = torch.device("cpu") if self._group is None else self._group.scale_device
-        group = self.group(device)
+        group = self.announcement_group(device)
         if group is None:
             return None
         exchange = Exchange(self, group, lambda settings: CallFingerprint(call, settings=settings))
         exchange.settings = settings
         exchange.error, exchange.has_read_grads = error, True
-        # An announcement has no scaled loss, so the first step still has to compare that.
+        self.send_outside_step(exchange, group)
+        return group
+
+    def announcement_group(self, device: torch.device | None = None) -> MessageGroup | None:
+        """Return the group of a message that belongs to no step; None for a single rank.
+
+        Args:
+            device: As in `announce`.
+        """
+        if device is None:
+            device = torch.device("cpu") if self._group is None else self._group.scale_device
+        return self.group(device)
+
+    def send_outside_step(self, exchange: Exchange, group: MessageGroup) -> None:
+        """Send a message that belongs to no step, and wait for the reply.
+
+        Raises:
+            RankMismatchError: Ranks differ, or a rank is gone.
+            Exception: The error of a rank, on every rank.
+        """
+        # Such a message has no scaled loss, so the first step still has to compare that.
         loss_was_scaled, self._loss_was_scaled = self._loss_was_scaled, True
         try:
             self.send(exchange, group)
             self.flush()
         finally:
             self._loss_was_scaled = loss_was_scaled
-        return group
 
     def send(self, exchange: Exchange, group: MessageGroup) -> None:
         """Send a message and store the reply in ``exchange``; `Exchange` calls this.

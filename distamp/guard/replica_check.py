@@ -107,6 +107,7 @@ class ReplicaCheck:
     Attributes:
         layout_fns: ``is_replicated_fn`` and ``shard_group_fn`` of the last step that had one.
         is_paused: Whether messages carry no check, while a call compares replicas itself.
+        is_requested: Whether the next message carries a check, due or not.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class ReplicaCheck:
         self._gather = all_gather
         self.layout_fns: tuple[LayoutFn | None, LayoutFn | None] = (None, None)
         self.is_paused = False
+        self.is_requested = False
         self._last_iteration = 0
         #: The ranks of each set, by key and structure, as the last gather has shown them.
         self._ranks_by_set: dict[tuple[SetKey, int], tuple[int, ...]] = {}
@@ -155,9 +157,10 @@ class ReplicaCheck:
         self._values = None
         if self.is_paused:
             return 0
-        is_first_message = iteration != self._last_iteration
+        is_requested, self.is_requested = self.is_requested, False
+        is_due = self._is_due(iteration)
         self._last_iteration = iteration
-        if self._interval is None or not is_first_message or (iteration - 1) % self._interval:
+        if not is_requested and not is_due:
             return 0
         try:
             self._measure(group, modulus)
@@ -184,6 +187,18 @@ class ReplicaCheck:
         if isinstance(total, Tensor):
             return device_utils.to_device(total, group.device, torch.float64)
         return total
+
+    def _is_due(self, iteration: int) -> bool:
+        """Return whether the first message of an iteration carries a check."""
+        if self._interval is None or iteration < 1 or iteration == self._last_iteration:
+            return False
+        return (iteration - 1) % self._interval == 0
+
+    def clear(self) -> None:
+        """Forget the last measurement, because the weights were replaced."""
+        self._values = None
+        self._last_iteration = 0
+        self.is_requested = False
 
     @no_grad_fast
     def _measure(self, group: MessageGroup, modulus: int) -> None:

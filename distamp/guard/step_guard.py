@@ -64,7 +64,12 @@ from distamp.guard.nonfinite_report import (
     named_grad_tensors,
     tensor_names,
 )
-from distamp.guard.optimizer_history import OptimizerHistories, OptimizerHistory, StepCounts
+from distamp.guard.optimizer_history import (
+    OptimizerHistories,
+    OptimizerHistory,
+    StepCounts,
+    clone_if_tensor,
+)
 from distamp.guard.rank_sync import (
     CallFingerprint,
     Exchange,
@@ -291,8 +296,7 @@ class StepGuardBase(Joinable):
         checks: list[StateCheck] = []
         if self._update_check is not None:
             checks.append(self._update_check)
-        if self._check_settings.check_replicas_every is not None:
-            checks.append(self._replica_check)
+        checks.append(self._replica_check)
         self._sync.state_checks = checks
 
     # -- defined by the subclasses -----------------------------------------------------------------
@@ -2032,6 +2036,85 @@ class StepGuardBase(Joinable):
             )
         self._comm_hooks = remaining
         hook.on_update()  # No later update reaches it.
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    @property
+    def rank_sync(self) -> RankSync:
+        """The messages to the other ranks, which `Snapshots` sends, too."""
+        return self._sync
+
+    @property
+    def attached_comm_hooks(self) -> tuple[CommHookObserver, ...]:
+        """The communication hooks of `attach_comm_hook`."""
+        return tuple(self._comm_hooks)
+
+    def steps_taken(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how many steps of an optimizer were taken, as far as the host knows."""
+        history = self._histories.get(view_of(optimizer).base)
+        return 0 if history is None else history.steps_taken
+
+    def compare_replicas_in_next_message(self) -> None:
+        """Let the next message compare replicas, also if no comparison is due."""
+        self._replica_check.is_requested = True
+
+    def check_between_iterations(self, call: str) -> None:
+        """Refuse a call inside of an iteration, or inside of ``Join``.
+
+        Args:
+            call: The call, as the user typed it.
+
+        Raises:
+            CallOrderError: A step was made, and ``update`` was not called since.
+        """
+        if self._join_config.enable:
+            raise CallOrderError(
+                f"{call} was called inside of Join, where ranks may have ended already. Call it "
+                "outside of Join."
+            )
+        if self._states_of_iteration():
+            raise CallOrderError(
+                f"{call} was called before {self._noun}.update(). Call it once in each iteration, "
+                "after update()."
+            )
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """See `distamp.observers.SnapshotSource`."""
+        sync = self._sync
+        state: dict[str, Any] = {}
+        state["scale"] = self._scale
+        state["growth_tracker"] = self._growth_tracker
+        state["total_norm"] = clone_if_tensor(self._total_norm)
+        state["skipped_scale"] = self._skipped_scale
+        state["iteration"] = sync.iteration
+        state["silent_call_hash"] = sync.silent_call_hash
+        histories: dict[int, dict[str, Any]] = {}
+        for optimizer, history in self._histories.live():
+            key = id(view_of(optimizer).base)
+            histories[key] = history.snapshot_state()
+        state["histories"] = histories
+        return state
+
+    def load_snapshot_state(self, state: dict[str, Any]) -> None:
+        """See `distamp.observers.SnapshotSource`; drops the iteration under way."""
+        sync = self._sync
+        self._per_optimizer_states.clear()
+        sync.drop_iteration()
+        sync.iteration = state["iteration"]
+        sync.silent_call_hash = state["silent_call_hash"]
+        scale = state["scale"]
+        if scale is not None:
+            self._scale = scale
+            self._growth_tracker = state["growth_tracker"]
+        self._total_norm = state["total_norm"]
+        self._skipped_scale = state["skipped_scale"]
+        histories = state["histories"]
+        for optimizer, history in self._histories.live():
+            key = id(view_of(optimizer).base)
+            history.reset()
+            # An optimizer that came later has made no step.
+            if key in histories:
+                history.load_snapshot_state(histories[key])
 
     # -- the process group, and Join ---------------------------------------------------------------
 

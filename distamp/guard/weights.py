@@ -14,6 +14,7 @@ from distamp.grads import to_local
 from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
 
 __all__ = [
+    "find_nonfinite",
     "nonfinite_state_error",
     "nonfinite_state_names",
     "nonfinite_update_error",
@@ -34,7 +35,7 @@ def nonfinite_weight_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[
         names: Names that replace the optimizer's.
     """
     try:
-        return _find_nonfinite(_trained_weights(optimizer, names))
+        return find_nonfinite(_trained_weights(optimizer, names))
     except Exception:
         return []
 
@@ -59,7 +60,7 @@ def _trained_weights(optimizer: Any, names: Mapping[Tensor, str]) -> list[tuple[
 
 
 @torch.no_grad()
-def _find_nonfinite(weights: Sequence[tuple[str, Tensor]]) -> list[str]:
+def find_nonfinite(weights: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return the names of weights with inf or NaN; the host waits for a device once."""
     if not weights:
         return []
@@ -152,7 +153,7 @@ def nonfinite_state_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[s
             if isinstance(value, Tensor) and _can_be_inf(value):
                 state_name = f"{key} of {name}"
                 tensors.append((state_name, value))
-    return _find_nonfinite(tensors)
+    return find_nonfinite(tensors)
 
 
 def _can_be_inf(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from distamp.autocast import autocast
 from distamp.clip_grad import LayoutFn
 from distamp.comm_hooks import CommHook
 from distamp.errors import CallOrderError, ConfigError
+from distamp.guard.snapshots import Snapshots
 from distamp.guard.step_guard import StepGuard
 from distamp.levels.amp_state_dict import (
     VERSION,
@@ -64,6 +65,24 @@ class StepResult:
 
     def __bool__(self) -> bool:
         return bool(self.taken.item())
+
+
+class _OpenPasses:
+    """Drops the backward passes of an `Amp` since its last step when a snapshot is restored.
+
+    Args:
+        drop: Drops them.
+    """
+
+    def __init__(self, drop: Callable[[], None]) -> None:
+        self._drop = drop
+
+    def snapshot_state(self) -> None:
+        """See `distamp.observers.SnapshotSource`: a snapshot has no open passes."""
+
+    def load_snapshot_state(self, state: None) -> None:
+        """See `distamp.observers.SnapshotSource`."""
+        self._drop()
 
 
 class Amp:
@@ -442,6 +461,38 @@ class Amp:
             model.zero_grad(set_to_none=set_to_none)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
+
+    def snapshots(self, every: int = 50, keep: int = 2, extra: Iterable[Any] = ()) -> Snapshots:
+        """Return `distamp.guard.Snapshots` of the models, the optimizers and the scaler.
+
+        Args:
+            every: As in `distamp.guard.Snapshots`.
+            keep: As in `distamp.guard.Snapshots`.
+            extra: As in `distamp.guard.Snapshots`, such as learning-rate schedulers.
+
+        Example::
+
+            snapshots = amp.snapshots(every=50, extra=(schedule,))
+            for inputs, targets in batches:
+                try:
+                    amp.zero_grad()
+                    with amp.autocast():
+                        loss = loss_fn(amp.model(inputs), targets)
+                    amp.backward(loss)
+                    if amp.step():
+                        schedule.step()
+                    snapshots.record()
+                except distamp.errors.NonFiniteError:
+                    snapshots.rewind()
+        """
+        passes = _OpenPasses(self._drop_open_passes)
+        return Snapshots(
+            self.models, self._stepped_optimizers, self.scaler, every, keep, (*extra, passes)
+        )
+
+    def _drop_open_passes(self) -> None:
+        self._sync.drop_unreduced(set_to_none=True)
+        self._has_scaled_grads = False
 
     def check(self, step: Callable[[], Any]) -> ContractReport:
         """Run one step and compare its precisions with the level.

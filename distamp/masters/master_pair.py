@@ -133,8 +133,11 @@ class MasterPair:
         self.master.grad = None
 
     @property
+    def stored_values(self) -> Tensor:
+        """The local tensor that stores the master between steps, in addition to ``param``."""
+        return to_local(self.master) if self.remainder is None else self.remainder
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the master between steps on this rank, in addition to ``param``."""
-        if self.remainder is not None:
-            return self.remainder.nbytes
-        return to_local(self.master).nbytes
+        return self.stored_values.nbytes

@@ -608,6 +608,54 @@ class MasterParameters(OptimizerView):
         self._has_initial_values = False
         self.write_back()
 
+    # -- snapshots --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_over_writes(self) -> None:
+        """See `OptimizerView.take_over_writes`."""
+        for pair in self._add_missing_masters():
+            was_compared = pair.was_compared
+            pair.pull_external_writes()
+            # The first step still compares the values, because version counters miss some writes.
+            pair.was_compared = was_compared
+        self._write_back_external_writes()
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """See `OptimizerView.snapshot_state`: masters or remainders, by ``id`` of parameters."""
+        values: dict[int, Tensor] = {}
+        was_compared: dict[int, bool] = {}
+        with torch.no_grad():
+            for pair in self._add_missing_masters():
+                values[id(pair.param)] = pair.stored_values
+                was_compared[id(pair.param)] = pair.was_compared
+        return {
+            "values": values,
+            "was_compared": was_compared,
+            "has_initial_values": self._has_initial_values,
+        }
+
+    @torch.no_grad()
+    def load_snapshot_state(self, state: dict[str, Any]) -> None:
+        """See `OptimizerView.load_snapshot_state`.
+
+        The master of a parameter that was frozen in the snapshot is made from the parameter, as its
+        first step does.
+        """
+        for pair in self._add_missing_masters():
+            values = state["values"].get(id(pair.param))
+            if values is None:
+                pair.reset_master()
+            elif values is not pair.stored_values:
+                pair.stored_values.copy_(values)
+            pair.save_versions()
+            pair.was_compared = state["was_compared"].get(id(pair.param), False)
+            pair.zero_grad(set_to_none=True)
+            if self._values_exist and pair.remainder is not None:
+                # A step that raised has left the values.
+                release_values(pair.master)
+        self._values_exist = self._in_optimizer_method = False
+        self._has_initial_values = state["has_initial_values"]
+
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterParameters | None:
     """Return the masters of an optimizer, which may be wrapped; None if it has none."""

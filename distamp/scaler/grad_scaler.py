@@ -18,6 +18,7 @@ from distamp.errors import CallOrderError, ConfigError
 from distamp.grads import rescale_grads_
 from distamp.guard.check_settings import CheckSettings
 from distamp.guard.nonfinite_report import tensor_names
+from distamp.guard.optimizer_history import clone_if_tensor
 from distamp.guard.rank_sync import RankSync
 from distamp.guard.step_guard import STATE_KEY, UNPICKLED, StepGuardBase, dynamo_disable
 from distamp.optim_utils import OptimizerView, view_of
@@ -449,6 +450,40 @@ class DistGradScaler(StepGuardBase, torch.amp.GradScaler, Joinable):
             self._scale.fill_(scale)
             self._growth_tracker.fill_(growth_tracker)
         self._sync.reset_counters()
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """See `distamp.observers.SnapshotSource`."""
+        state = super().snapshot_state()
+        state["hysteresis_tracker"] = self._hysteresis_tracker
+        state["settings"] = self._scaler_settings
+        state["init_scale"] = self._init_scale
+        state["init_growth_tracker"] = self._init_growth_tracker
+        state["initial_scale"] = self._initial_scale
+        state["loss_was_scaled"] = self._loss_was_scaled
+        state["scale_of_grads"] = clone_if_tensor(self._scale_of_grads)
+        return state
+
+    def load_snapshot_state(self, state: dict[str, Any]) -> None:
+        """See `distamp.observers.SnapshotSource`."""
+        super().load_snapshot_state(state)
+        self._scaler_settings = state["settings"]
+        self._init_scale = state["init_scale"]
+        self._init_growth_tracker = state["init_growth_tracker"]
+        self._initial_scale = state["initial_scale"]
+        self._loss_was_scaled = state["loss_was_scaled"]
+        self._scale_of_grads = state["scale_of_grads"]
+        tracker = self._hysteresis_tracker
+        hysteresis = state["hysteresis_tracker"]
+        if isinstance(tracker, Tensor) and not isinstance(hysteresis, Tensor):
+            # A captured graph may hold this tensor.
+            tracker.fill_(hysteresis)
+        else:
+            self._hysteresis_tracker = hysteresis
+        if state["scale"] is None and self._scale is not None:
+            # No loss had been scaled yet.
+            scale, growth_tracker = self._scale_tensors()
+            scale.fill_(self._init_scale)
+            growth_tracker.fill_(self._init_growth_tracker)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._states_of_iteration():

@@ -16,6 +16,7 @@ from distamp.grads import to_local
 from tests.collectives import count_collectives
 from tests.guard.test_nonfinite_weights import _NetOfCells as Net
 from tests.guard.test_nonfinite_weights import backward, in_layout, iteration
+from tests.guard.test_update_check import BadSGD
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import device_type
@@ -504,3 +505,41 @@ def test_on_devices_warn_does_not_skip_a_step():
     assert guard.step_counts(optimizer).taken == 7
     if dist.get_rank() == 0:
         assert len(lines) == 2
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_snapshot_of_replicas_that_differ_is_refused_and_a_rewind_makes_them_equal():
+    model = wrapped(Net(), "DDP", None, "")
+    optimizer, guard = sgd(model), StepGuard(named_parameters=model.named_parameters())
+    snapshots = distamp.guard.Snapshots(model, optimizer, guard, every=1)
+    for _ in range(2):
+        iteration(guard, model, optimizer)
+        snapshots.record()
+    if dist.get_rank() == 1:
+        flip(model.module.hidden.weight)
+    iteration(guard, model, optimizer)
+    with pytest.raises(ReplicaMismatchError, match=r"hidden\.weight: ranks 0, 1 differ"):
+        snapshots.record()
+    assert snapshots.rewind() == 1
+    iteration(guard, model, optimizer)
+    snapshots.record()
+    assert guard.check_replicas().not_compared == ()
+
+
+@on_ranks(2)
+def test_a_rewind_inside_an_except_forgets_a_bad_update():
+    model = wrapped(Net(), "DDP", None, "")
+    name, bad = next(iter(model.named_parameters()))
+    optimizer = BadSGD(model.parameters(), bad, rank=1, bad_step=2)
+    guard = StepGuard(named_parameters=model.named_parameters(), check_update=True)
+    snapshots = distamp.guard.Snapshots(model, optimizer, guard, every=10)
+    iteration(guard, model, optimizer)
+    snapshots.record()
+    iteration(guard, model, optimizer)
+    snapshots.rewind()
+    iteration(guard, model, optimizer)
+    assert guard.step_counts(optimizer).taken == 2
+    assert dict(model.named_parameters())[name].isfinite().all()
