@@ -335,7 +335,6 @@ class ModelState(SnapshotPart):
 
     def check(self, saved: Any) -> None:
         """See `SnapshotPart.check`."""
-        reshard(self._model)
         for module, params, _ in saved:
             names = {name for name, _ in module.named_parameters(recurse=False)}
             missing = sorted(params.keys() - names)

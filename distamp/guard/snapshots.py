@@ -391,16 +391,21 @@ class Snapshots:
 
         Raises:
             CallOrderError: There is no such snapshot on all ranks.
-            ConfigError: The model or an optimizer has other parameters than in the snapshot.
+            ConfigError: The model or an optimizer has other parameters than in the snapshot, or
+                ``older`` is no integer >= 0.
             RankMismatchError: Another rank makes another call, or has called `record` another
                 number of times.
         """
         sync = self._guard.rank_sync
+        error: Exception | None = None
+        if type(older) is not int or older < 0:
+            error = ConfigError(f"older must be an integer >= 0, not {older!r}.")
         # Counters, errors and late reads of the iteration may differ between ranks.
         sync.drop_iteration()
-        sync.announce(_REWIND, f"\nolder={older}")
+        sync.announce(_REWIND, f"\nolder={older}", error=error)
+        if error is not None:  # A single rank sends nothing.
+            raise error
         snapshot = self._choose_snapshot(older)
-        error: Exception | None = None
         try:
             self._restore(snapshot)
         except Exception as raised:
@@ -470,8 +475,9 @@ class Snapshots:
         try:
             for part, state in zip(parts, snapshot.states, strict=True):
                 part.check(state)
-        except ConfigError as error:
-            return str(error)
+        except Exception as error:
+            # The other ranks wait for this answer.
+            return str(error) if isinstance(error, ConfigError) else repr(error)
         return ""
 
     def _no_snapshot_text(

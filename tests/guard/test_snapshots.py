@@ -436,6 +436,14 @@ def test_rewind_before_the_first_snapshot_is_refused():
         snapshots.rewind()
 
 
+@on_ranks(2)
+def test_a_wrong_number_of_older_snapshots_on_one_rank_is_refused_on_every_rank():
+    snapshots = Snapshots(*replicas())
+    snapshots.record()
+    with pytest.raises(ConfigError, match="older must be an integer >= 0, not -1"):
+        snapshots.rewind(older=-dist.get_rank())
+
+
 def test_another_group_of_parameters_is_refused_before_anything_changes():
     model, optimizer, guard = trained()
     snapshots = Snapshots(model, optimizer, guard)
