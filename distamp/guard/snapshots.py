@@ -400,8 +400,7 @@ class Snapshots:
         error: Exception | None = None
         if type(older) is not int or older < 0:
             error = ConfigError(f"older must be an integer >= 0, not {older!r}.")
-        # Counters, errors and late reads of the iteration may differ between ranks.
-        sync.drop_iteration()
+        self._guard.drop_iteration()
         sync.announce(_REWIND, f"\nolder={older}", error=error)
         if error is not None:  # A single rank sends nothing.
             raise error

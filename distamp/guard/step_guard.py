@@ -2078,6 +2078,14 @@ class StepGuardBase(Joinable):
                 "after update()."
             )
 
+    def drop_iteration(self) -> None:
+        """Forget the iteration under way, with counters, errors and late reads of its messages.
+
+        Every rank must call this before the next message, because ranks may differ in them.
+        """
+        self._per_optimizer_states.clear()
+        self._sync.drop_iteration()
+
     def snapshot_state(self) -> dict[str, Any]:
         """See `distamp.observers.SnapshotSource`."""
         sync = self._sync
@@ -2097,9 +2105,8 @@ class StepGuardBase(Joinable):
 
     def load_snapshot_state(self, state: dict[str, Any]) -> None:
         """See `distamp.observers.SnapshotSource`; drops the iteration under way."""
+        self.drop_iteration()
         sync = self._sync
-        self._per_optimizer_states.clear()
-        sync.drop_iteration()
         sync.iteration = state["iteration"]
         sync.silent_call_hash = state["silent_call_hash"]
         scale = state["scale"]
