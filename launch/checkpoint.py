@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 
 from launch.config import read_config
 from launch.data import Data
-from launch.folder import checkpoint_of, checkpoints_of, remove
+from launch.folder import find_checkpoint, list_checkpoints, remove
 from launch.job import Job, make_job
-from launch.model import unwrapped
+from launch.model import unwrap_ddp
 from launch.parallel import Layout, pick_device
-from launch.program import UsageError, refusing
+from launch.program import UsageError, convert_to_usage_error
 
 # What torch raises where a file is not there, not whole, or of another model.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, EOFError)
@@ -96,7 +96,7 @@ class Checkpoints:
     def _prune(self) -> None:
         with _refused(f"cannot remove what is older than {self._folder}"):
             if self._job.layout.rank == 0:
-                for old in checkpoints_of(self._job.config.run_dir)[
+                for old in list_checkpoints(self._job.config.run_dir)[
                     self._job.config.keep_checkpoints :
                 ]:
                     remove(old)
@@ -137,7 +137,7 @@ class Checkpoints:
     def _own(self) -> bytes:
         """Return what each rank has for itself: random numbers, statistics, residuals of hooks."""
         random = [module.get_rng_state() for module in self._random]
-        buffers = dict(unwrapped(self._job.model).named_buffers())
+        buffers = dict(unwrap_ddp(self._job.model).named_buffers())
         hooks = [hook.state_dict() for hook in self._job.amp.comm_hooks]
         file = io.BytesIO()
         torch.save((random, buffers, hooks), file)
@@ -148,7 +148,7 @@ class Checkpoints:
         random, buffers, hooks = torch.load(io.BytesIO(own), "cpu", weights_only=True)
         for module, numbers in zip(self._random, random, strict=True):
             module.set_rng_state(numbers)
-        for name, tensor in unwrapped(self._job.model).named_buffers():
+        for name, tensor in unwrap_ddp(self._job.model).named_buffers():
             tensor.copy_(buffers[name])
         for hook, saved in zip(self._job.amp.comm_hooks, hooks, strict=False):
             hook.load_state_dict(saved)
@@ -166,7 +166,7 @@ def load_run(path: Path, data: Data) -> Job:
     Raises:
         UsageError: There is no such run, or it is damaged or of another model.
     """
-    run, checkpoint = checkpoint_of(path)
+    run, checkpoint = find_checkpoint(path)
     alone = {"replicate": 0, "shard": 1, "tp": 1, "comm_hook": "none", "accumulate": 1}
     config = read_config(run).model_copy(
         update={**alone, "compile": False, "activation_checkpointing": "none"}
@@ -185,7 +185,7 @@ def load_run(path: Path, data: Data) -> Job:
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
     """Turn what torch raises about files into a sentence that begins with ``what``."""
-    with refusing(what, *_FAULTS), warnings.catch_warnings():
+    with convert_to_usage_error(what, *_FAULTS), warnings.catch_warnings():
         # One process is one process; it is no mistake.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:

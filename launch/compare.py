@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.config import read_config
-from launch.metrics import figure_of, read_records
+from launch.metrics import draw_figure, read_records
 from launch.program import flag, program, require
 
 
@@ -49,7 +49,7 @@ def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None =
             table.add_row(flag(name), *values)
     Console().print(table)
     if out is not None:
-        figure_of(runs).savefig(out)
+        draw_figure(runs).savefig(out)
 
 
 main = program("python -m launch.compare", compare_runs)

@@ -24,8 +24,8 @@ from pydantic import (
 from distamp import PrecisionLevel
 from distamp.errors import ConfigError
 from distamp.precision_level import LEVELS
-from launch.folder import began_here, checkpoint_of, checkpoints_of, run_of
-from launch.program import UnknownNameError, call, command, flag, refusing, require
+from launch.folder import find_checkpoint, find_run_dir, list_checkpoints, started_by_this_torchrun
+from launch.program import UnknownNameError, call, command, convert_to_usage_error, flag, require
 
 # Flags that had another name before 0.1.0. Runs of that time have the old names in config.json.
 RENAMED_FLAGS = {
@@ -102,7 +102,7 @@ def _check_pair(value: str) -> str:
     return value
 
 
-def seconds_of(duration: str) -> float:
+def to_seconds(duration: str) -> float:
     """Convert a duration such as ``90s``, ``10m`` or ``2h`` to seconds; ``none`` is infinite."""
     if duration == "none":
         return math.inf
@@ -130,7 +130,7 @@ def _duration(flag_name: str, limit: float = math.inf) -> AfterValidator:
                 f"the unit is missing. Write {value}{former} for {_UNIT_NAMES[former]}, which a "
                 f"plain number meant before, or {value}{other} for {_UNIT_NAMES[other]}."
             )
-        if not 0 < seconds_of(value) <= limit:
+        if not 0 < to_seconds(value) <= limit:
             upper = "" if limit == math.inf else f" and at most {limit:.0f}s"
             raise ValueError(f"a duration must be longer than 0s{upper}.")
         return value
@@ -404,7 +404,7 @@ class Config(
         """
         if not self.precision.endswith(".toml"):
             return PrecisionLevel.from_name(self.precision)
-        with refusing(f"--precision {self.precision}", OSError, ValueError):
+        with convert_to_usage_error(f"--precision {self.precision}", OSError, ValueError):
             given = tomllib.loads(Path(self.precision).read_text(encoding="utf-8"))
             if given.keys() | {"modules"} != {"level", "modules"}:
                 raise ValueError(
@@ -416,9 +416,12 @@ class Config(
             )
 
     @property
-    def goes_on(self) -> bool:
+    def resumes_in_place(self) -> bool:
         """Whether the run in ``--run-dir`` goes on, and keeps what it has."""
-        return self.resume is not None and run_of(self.resume).resolve() == self.run_dir.resolve()
+        return (
+            self.resume is not None
+            and find_run_dir(self.resume).resolve() == self.run_dir.resolve()
+        )
 
     def layout(self, world: int) -> tuple[int, int, int]:
         """Return how many copies of the model there are, ranks that shard one, and tensor ranks.
@@ -445,7 +448,7 @@ class Config(
         copies = self.replicate or (2 if self.comm_hook != "none" and abs(self.shard) == 1 else 1)
         return copies * abs(self.shard) * self.tp
 
-    def require_possible(self, world: int) -> None:
+    def require_consistent(self, world: int) -> None:
         """Refuse what does not fit together, or this number of ranks.
 
         Raises:
@@ -492,7 +495,9 @@ def read_config(run: Path) -> Config:
     Raises:
         UsageError: There is no run in that folder.
     """
-    with refusing(f"{run}: no run there, or none of this version", OSError, ValueError):
+    with convert_to_usage_error(
+        f"{run}: no run there, or none of this version", OSError, ValueError
+    ):
         saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
         config = Config.model_validate(_upgrade(saved) if isinstance(saved, dict) else saved)
     # Copies that the run has made, so that it needs nothing else.
@@ -540,10 +545,10 @@ def parse(args: Sequence[str] | None = None) -> Config:
     if given is None:  # --help has been printed
         sys.exit()
     config = Config(**given)
-    again = config.auto_resume or began_here(config.run_dir)
-    resume = config.run_dir if again and checkpoints_of(config.run_dir) else config.resume
+    again = config.auto_resume or started_by_this_torchrun(config.run_dir)
+    resume = config.run_dir if again and list_checkpoints(config.run_dir) else config.resume
     if resume is not None:
-        run, checkpoint = checkpoint_of(resume, "--resume ")
+        run, checkpoint = find_checkpoint(resume, "--resume ")
         old = read_config(run).model_dump() | {"overwrite": False, "auto_resume": False}
         config = Config(**{**old, "run_dir": run, **given, "resume": checkpoint})
         hint = f"{run} goes on with --optimizer {old['optimizer']} alone"
@@ -557,9 +562,13 @@ def parse(args: Sequence[str] | None = None) -> Config:
     )
     # A run that was killed before its first checkpoint starts again.
     config = config.model_copy(update={"overwrite": config.overwrite or again})
-    config.require_possible(config.world)
+    config.require_consistent(config.world)
     _ = config.level  # its file is read now, so that it is refused now
-    free = config.goes_on or config.overwrite or not (config.run_dir / "metrics.jsonl").exists()
+    free = (
+        config.resumes_in_place
+        or config.overwrite
+        or not (config.run_dir / "metrics.jsonl").exists()
+    )
     hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
     require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
     return config

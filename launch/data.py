@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from launch.config import Config
-from launch.program import die_with_parent, load_own, refusing, require
+from launch.program import convert_to_usage_error, die_with_parent, import_object, require
 
 Tokens = np.ndarray[Any, Any]
 # What distributions put among the standard library, and what they leave out of it.
@@ -180,7 +180,7 @@ def load_data(config: Config) -> Data:
     """
     named = f"--data {config.data}"
     path = None if config.data is None else Path(config.data)
-    with refusing(f"{named}: cannot read it", OSError, ValueError, TypeError):
+    with convert_to_usage_error(f"{named}: cannot read it", OSError, ValueError, TypeError):
         if path is not None and not path.exists():
             data = _own(config.data or "")
         elif path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
@@ -201,7 +201,7 @@ def load_data(config: Config) -> Data:
 def _own(name: str) -> Data:
     """Call a function of the user's own."""
     require(":" in name, f"--data {name}: no such file or folder")
-    returned = load_own("--data", name)()
+    returned = import_object("--data", name)()
     right = isinstance(returned, tuple) and len(returned) == 3
     require(right, f"--data {name}: it must return (train, held out, number of classes)")
     return Data(name, *returned)
@@ -212,7 +212,7 @@ def _tokens(path: Path, config: Config) -> Data:
     files = [file for file in (path, path / "train.bin", path / "val.bin") if file.is_file()]
     parts = [np.memmap(file, config.token_dtype, "r") for file in files]
     train, held_out = parts if len(parts) > 1 else _split(parts[0])
-    text = text_of(config.tokenizer) if config.tokenizer else None
+    text = load_text_codec(config.tokenizer) if config.tokenizer else None
     classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
     windows = Windows(train, config.seq_len), Windows(held_out, config.seq_len)
     return Data(str(path), *windows, classes, text)
@@ -226,7 +226,7 @@ def _text(path: Path | None, config: Config) -> Data:
     else:
         name, content = str(path), path.read_bytes() if path.is_file() else _joined(path)
     require(content, f"--data {name}: no text in it")
-    text = text_of(config.tokenizer)
+    text = load_text_codec(config.tokenizer)
     train, held_out = _split(_encoded(content, config.tokenizer, text))
     windows = Windows(train, config.seq_len), Windows(held_out, config.seq_len)
     return Data(name, *windows, text.classes, text)
@@ -237,7 +237,7 @@ def _split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     return tokens[:cut], tokens[cut:]
 
 
-def text_of(tokenizer: Path | None) -> Text:
+def load_text_codec(tokenizer: Path | None) -> Text:
     """Return how a tokenizer.json reads text; without one, each byte is a token.
 
     Raises:
@@ -249,9 +249,11 @@ def text_of(tokenizer: Path | None) -> Text:
             encode=lambda text: list(text.encode()),
             decode=lambda tokens: bytes(tokens).decode(errors="replace"),
         )
-    with refusing("--tokenizer: pip install -e '.[hf]' brings tokenizers", ImportError):
+    with convert_to_usage_error(
+        "--tokenizer: pip install -e '.[hf]' brings tokenizers", ImportError
+    ):
         tokenizers: Any = importlib.import_module("tokenizers")
-    with refusing(f"--tokenizer {tokenizer}", Exception):  # it raises no other class
+    with convert_to_usage_error(f"--tokenizer {tokenizer}", Exception):  # it raises no other class
         read = tokenizers.Tokenizer.from_file(str(tokenizer))
     return Text(read.get_vocab_size(), lambda text: list(read.encode(text).ids), read.decode)
 

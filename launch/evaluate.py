@@ -10,9 +10,9 @@ from cyclopts.types import NonNegativeInt
 from launch.checkpoint import load_run
 from launch.config import read_config
 from launch.data import batches, load_data
-from launch.folder import read_about, run_of
+from launch.folder import find_run_dir, read_data_json
 from launch.job import Job
-from launch.model import loss_of, mean_loss
+from launch.model import loss_function, mean_cross_entropy
 from launch.program import program
 
 
@@ -25,9 +25,9 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
         examples: How many to read at most, spread evenly over those there are.
     """
     job.model.eval()
-    layout, held_out, count = job.layout, job.data.held_out, job.microbatch
-    loss, classifies = loss_of(job.model), loss_of(job.model) is mean_loss
-    length, world = min(examples, len(held_out)), layout.data_world
+    layout, held_out, count = job.layout, job.data.held_out, job.microbatch_size
+    loss, classifies = loss_function(job.model), loss_function(job.model) is mean_cross_entropy
+    length, world = min(examples, len(held_out)), layout.data_world_size
     chosen = [place * len(held_out) // length for place in range(length)]
     own = chosen[layout.data_rank :: world]
     shares = [own[start : start + count] for start in range(0, -(-length // world), count)]
@@ -58,7 +58,7 @@ def evaluate_run(run: Path, /, *, data: str | None = None, examples: NonNegative
         data: Another text, or tokens: the last tenth of it is read.
         examples: How many; 0: all.
     """
-    config, classes = read_config(run_of(run)), read_about(run)["classes"]
+    config, classes = read_config(find_run_dir(run)), read_data_json(run)["classes"]
     read = load_data(config.model_copy(update={"data": data or config.data}))
     job = load_run(run, replace(read, classes=classes))
     for name, value in evaluate(job, examples or len(job.data.held_out)).items():

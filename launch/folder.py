@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from launch.program import UsageError, refusing, require
+from launch.program import UsageError, convert_to_usage_error, require
 
 # Of the word that says which torchrun a run belongs to, in the store of its agent.
 _KEY = "launch/run"
@@ -20,54 +20,54 @@ _KEY = "launch/run"
 _REPORTS = ("nonfinite.jsonl", "precision.txt", "precision.toml", "tokenizer.json")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file that is there whole, or as it was before."""
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
-def checkpoints_of(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """Return the whole checkpoints of a run, the newest first: torch writes .metadata last."""
     return sorted((p.parent for p in run.glob("checkpoints/step-*/.metadata")), reverse=True)
 
 
-def run_of(resume: Path) -> Path:
+def find_run_dir(resume: Path) -> Path:
     """Return the folder of the run that is named, or whose checkpoint is."""
     resume = resume.absolute()
     return resume.parents[1] if resume.name.startswith("step-") else resume
 
 
-def checkpoint_of(resume: Path, flag: str = "") -> tuple[Path, Path]:
+def find_checkpoint(resume: Path, flag: str = "") -> tuple[Path, Path]:
     """Return the folder of a run, and its newest checkpoint or the one that is named.
 
     Raises:
         UsageError: There is no whole one.
     """
-    resume, run = resume.absolute(), run_of(resume)
-    named = [path for path in checkpoints_of(run) if resume in (run, path)]
+    resume, run = resume.absolute(), find_run_dir(resume)
+    named = [path for path in list_checkpoints(run) if resume in (run, path)]
     reason = "no whole checkpoint there" if resume.is_dir() else "no such run"
     require(named, f"{flag}{resume}: {reason}")
     return run, named[0]
 
 
-def read_about(path: Path) -> dict[str, Any]:
+def read_data_json(path: Path) -> dict[str, Any]:
     """Return what a run, or the run of a checkpoint, has written of its data.
 
     Raises:
         UsageError: There is none.
     """
-    with refusing(f"{path}: no run there", OSError):
-        return dict(json.loads((run_of(path) / "data.json").read_text(encoding="utf-8")))
+    with convert_to_usage_error(f"{path}: no run there", OSError):
+        return dict(json.loads((find_run_dir(path) / "data.json").read_text(encoding="utf-8")))
 
 
-def began_here(run: Path) -> bool:
+def started_by_this_torchrun(run: Path) -> bool:
     """Whether the torchrun that started this process has begun the run in a folder, or resumed it.
 
     So a restart of its ranks tells its own run from another's. Its agents keep a random word in
     their store as long as they live, and the run has the same.
     """
-    lock, store = run / "lock", _store_of_agents()
+    lock, store = run / "lock", _agent_store()
     if store is not None:
         word = store.get(_KEY).decode() if store.check([_KEY]) else None
     else:
@@ -76,7 +76,7 @@ def began_here(run: Path) -> bool:
     return word not in (None, "none") and word in lines[1:]
 
 
-def _store_of_agents() -> dist.Store | None:
+def _agent_store() -> dist.Store | None:
     """Return what outlives the ranks; there is none with TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -97,7 +97,7 @@ def begin(run: Path, after: int | None) -> IO[str]:
     Raises:
         UsageError: Another process holds it.
     """
-    with refusing(f"--run-dir {run}", OSError):
+    with convert_to_usage_error(f"--run-dir {run}", OSError):
         run.mkdir(parents=True, exist_ok=True)
     lock = (run / "lock").open("a+", encoding="utf-8")
     try:
@@ -109,7 +109,7 @@ def begin(run: Path, after: int | None) -> IO[str]:
     except OSError as error:  # a file system without locks
         print(f"Warning: {run} cannot be locked: {error.strerror}", file=sys.stderr, flush=True)
     word = secrets.token_hex(8)
-    if store := _store_of_agents():  # first, so that no restart takes for its own what it is not
+    if store := _agent_store():  # first, so that no restart takes for its own what it is not
         store.set(_KEY, word)
     else:
         word = os.environ.get("TORCHELASTIC_RUN_ID", word)

@@ -11,9 +11,9 @@ from distamp.scaler import DynamicLossScale
 from launch.config import Config
 from launch.data import Data
 from launch.model import build, draw
-from launch.optim import Average, make_optimizers
+from launch.optim import WeightAverage, make_optimizers
 from launch.parallel import Layout, parallelize, prepare_blocks, wrap
-from launch.program import refusing
+from launch.program import convert_to_usage_error
 
 
 @dataclass
@@ -52,13 +52,15 @@ class Job:
     layout: Layout
     model: nn.Module
     amp: Amp
-    average: Average
+    average: WeightAverage
     progress: Progress = field(default_factory=Progress)
 
     @property
-    def microbatch(self) -> int:
+    def microbatch_size(self) -> int:
         """Examples that this rank reads at once."""
-        return self.config.global_batch_size // (self.layout.data_world * self.config.accumulate)
+        return self.config.global_batch_size // (
+            self.layout.data_world_size * self.config.accumulate
+        )
 
 
 def cast(model: nn.Module, config: Config) -> nn.Module:
@@ -67,7 +69,7 @@ def cast(model: nn.Module, config: Config) -> nn.Module:
     Raises:
         UsageError: A pattern of the level's file matches no module.
     """
-    with refusing(f"--precision {config.precision}", ValueError):
+    with convert_to_usage_error(f"--precision {config.precision}", ValueError):
         return cast_model(model, config.level)
 
 
@@ -80,7 +82,7 @@ def make_model(config: Config, data: Data, layout: Layout, device: torch.device)
     is_empty = any(p.is_meta for p in model.parameters())
     if not is_empty:
         model.to(device)
-    if not layout.is_cut or not config.level.master_weights:
+    if not layout.is_sharded or not config.level.master_weights:
         cast(model, config)
     prepare_blocks(model, config)
     parallelize(model, config, layout, device)
@@ -101,7 +103,7 @@ def start(
     is_dynamic = level.loss_scale == "dynamic"
     two_levels = hook and layout.mesh is not None and layout.replicate > 1 and layout.shard > 1
     flags = f"--precision {config.precision} --comm-hook {config.comm_hook}"
-    with refusing(flags, ValueError, RuntimeError):
+    with convert_to_usage_error(flags, ValueError, RuntimeError):
         return initialize(
             model,
             optimizers,
@@ -117,7 +119,7 @@ def start(
         )
 
 
-def require_startable(config: Config, data: Data, device: torch.device) -> list[str]:
+def try_start(config: Config, data: Data, device: torch.device) -> list[str]:
     """Refuse on one process a model, an optimizer or a precision that the run would refuse.
 
     A model on the meta device gets memory but no weights. DDP, FSDP2 and hooks need the ranks of
@@ -130,9 +132,9 @@ def require_startable(config: Config, data: Data, device: torch.device) -> list[
         The steps of the start that were done, as phrases for the user.
     """
     model = build(config, data)
-    is_cut = config.shard not in (0, 1) or config.tp > 1
+    is_sharded = config.shard not in (0, 1) or config.tp > 1
     # FSDP's fp32 shards are the masters of a run whose weights are cut over ranks.
-    has_own_masters = is_cut and bool(config.level.master_weights)
+    has_own_masters = is_sharded and bool(config.level.master_weights)
     if any(p.is_meta for p in model.parameters()):
         model.to_empty(device=device)
     cast(model, config)
@@ -160,5 +162,5 @@ def make_job(
     model = wrap(inner, layout, data, device) if trains else inner
     amp = start(model, optimizers, config, layout)
     # After the masters, of which it is the average.
-    average = Average(amp, config.ema if trains else 0.0)
+    average = WeightAverage(amp, config.ema if trains else 0.0)
     return Job(config, data, device, layout, model, amp, average)

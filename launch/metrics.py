@@ -18,10 +18,10 @@ from rich.progress import Progress
 
 from distamp.report import NonFiniteOrigin
 from launch.data import Data
-from launch.folder import begin, write_whole
+from launch.folder import begin, write_atomically
 from launch.job import Job
-from launch.model import blocks_of, unwrapped
-from launch.program import flag, refusing
+from launch.model import find_blocks, unwrap_ddp
+from launch.program import convert_to_usage_error, flag
 
 Record = dict[str, Any]
 # How a line shows what a record has.
@@ -56,9 +56,9 @@ class Metrics(contextlib.ExitStack):
         super().__init__()
         self._job, self._is_first = job, job.layout.rank == 0
         self._board: Any = None
-        self._targets, self._flops = targets_of(job.data), flops_per_example(job)
+        self._targets, self._flops = count_targets(job.data), flops_per_example(job)
         self._unit = "examples" if self._targets == 1 else "tokens"
-        job.layout.on_first(self._open)
+        job.layout.run_on_first_rank(self._open)
         console = Console(highlight=False, soft_wrap=True, quiet=not self._is_first)
         bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._bar = self.enter_context(bar)
@@ -74,20 +74,26 @@ class Metrics(contextlib.ExitStack):
         given = {"tokenizer.json": config.tokenizer, "precision.toml": rules}
         # Read before the folder is emptied, in which they may lie.
         copies = {name: Path(path).read_bytes() for name, path in given.items() if path}
-        self.enter_context(begin(run, step if config.goes_on else None))
+        self.enter_context(begin(run, step if config.resumes_in_place else None))
         about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
-        write_whole(run / "data.json", json.dumps(about) + "\n")
-        write_whole(run / "config.json", config.model_dump_json(indent=1) + "\n")
+        write_atomically(run / "data.json", json.dumps(about) + "\n")
+        write_atomically(run / "config.json", config.model_dump_json(indent=1) + "\n")
         for name, content in copies.items():
             (run / name).write_bytes(content)
         # What came after the checkpoint comes again.
-        kept = [row for row in read_records(run) if row["step"] <= step] if config.goes_on else []
-        write_whole(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        kept = (
+            [row for row in read_records(run) if row["step"] <= step]
+            if config.resumes_in_place
+            else []
+        )
+        write_atomically(run / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._file = self.enter_context(file)
         self.callback(self._draw)
         if config.tensorboard:
-            with refusing("--tensorboard: pip install -e '.[tensorboard]'", ImportError):
+            with convert_to_usage_error(
+                "--tensorboard: pip install -e '.[tensorboard]'", ImportError
+            ):
                 from torch.utils.tensorboard import SummaryWriter
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
             self.callback(self._board.close)
@@ -179,7 +185,7 @@ class Metrics(contextlib.ExitStack):
         last = [str(row["step"]) for row in rows if not row.get("taken", True)][-8:]
         which = ", ".join(["..."] * (len(last) < progress.skipped) + last)
         skipped = f"{progress.skipped} skipped on every rank: {which}" if which else "none skipped"
-        self.say(f"{counted_steps(progress.step - progress.skipped)} taken, {skipped}")
+        self.say(f"{format_steps(progress.step - progress.skipped)} taken, {skipped}")
         took = timedelta(seconds=round(time.monotonic() - self._started))
         gigabytes = peak_memory(self._job.device) / 2**30
         self.say(f"it took {took}; peak memory of rank 0: {gigabytes:.2f} GiB")
@@ -196,7 +202,7 @@ class Metrics(contextlib.ExitStack):
     def _draw(self) -> None:
         run = self._job.config.run_dir
         try:
-            figure_of([run]).savefig(run / "curves.png")
+            draw_figure([run]).savefig(run / "curves.png")
         except OSError as error:  # why the run ended is to be read
             self.say(f"Warning: no curves.png: {error}")
 
@@ -208,12 +214,12 @@ def _given(name: str, value: Any) -> str:
     return f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
-def counted_steps(number: int) -> str:
+def format_steps(number: int) -> str:
     """Return a number of steps as text, such as "1 step"."""
     return f"{number} step" if number == 1 else f"{number} steps"
 
 
-def targets_of(data: Data) -> int:
+def count_targets(data: Data) -> int:
     """Return how many targets one example has: of a text, its tokens; of values, one."""
     targets = data.first(torch.device("cpu")).targets
     return 1 if targets.is_floating_point() else targets.numel()
@@ -225,10 +231,10 @@ def flops_per_example(job: Job) -> float:
     Six for each weight and token, and twelve for each channel, block and pair of tokens (PaLM,
     appendix B).
     """
-    config, model = job.config, unwrapped(job.model)
+    config, model = job.config, unwrap_ddp(job.model)
     weights = sum(p.numel() for p in model.parameters())
-    attention = 12 * len(blocks_of(model)) * config.d_model * config.seq_len
-    return float(targets_of(job.data) * (6 * weights + attention * (config.model == "gpt")))
+    attention = 12 * len(find_blocks(model)) * config.d_model * config.seq_len
+    return float(count_targets(job.data) * (6 * weights + attention * (config.model == "gpt")))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -244,12 +250,12 @@ def read_records(run: Path) -> list[Record]:
     Raises:
         UsageError: There is none, or it cannot be read.
     """
-    with refusing(f"{run}: no run there", OSError, ValueError):
+    with convert_to_usage_error(f"{run}: no run there", OSError, ValueError):
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
 
-def figure_of(runs: list[Path]) -> Any:
+def draw_figure(runs: list[Path]) -> Any:
     """Return a picture of losses, and of loss scales where a run has one; a cross is a skip."""
     from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launch.config import Config
 from launch.data import Data
-from launch.program import arguments, load_own, near, refusing, require
+from launch.program import arguments, convert_to_usage_error, import_object, require, suggest
 
 
 class Block(nn.Module):
@@ -101,8 +101,8 @@ def build(config: Config, data: Data) -> nn.Module:
             return GPT(config, data.classes)
     if kind == "hf":
         return _hugging_face(name, given, data.classes)
-    with refusing(f"--model {config.model}", TypeError):
-        model: nn.Module = load_own("--model", config.model)(data, **given)
+    with convert_to_usage_error(f"--model {config.model}", TypeError):
+        model: nn.Module = import_object("--model", config.model)(data, **given)
     trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
     require(trains, f"--model {config.model}: it returned no Module with something to train")
     return model
@@ -110,7 +110,9 @@ def build(config: Config, data: Data) -> nn.Module:
 
 def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with refusing(f"--model hf:{name}: pip install -e '.[hf]' brings transformers", ImportError):
+    with convert_to_usage_error(
+        f"--model hf:{name}: pip install -e '.[hf]' brings transformers", ImportError
+    ):
         transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     auto, models = transformers.AutoConfig, transformers.AutoModelForCausalLM
@@ -118,11 +120,13 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
     require(
         local or name in types,
         f"--model hf:{name}: no folder here, and no type that transformers has; nothing is "
-        f"downloaded{near(types, name)}",
+        f"downloaded{suggest(types, name)}",
     )
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # of a tokenizer
     known = {**special, "vocab_size": classes, **given}
-    with refusing(f"--model hf:{name}: transformers cannot build it", Exception):  # of any class
+    with convert_to_usage_error(
+        f"--model hf:{name}: transformers cannot build it", Exception
+    ):  # of any class
         if any(Path(name).glob("*.safetensors")):
             return Logits(models.from_pretrained(name, dtype=torch.float32, **given))
         settings = auto.from_pretrained(name, **known) if local else auto.for_model(name, **known)
@@ -132,17 +136,17 @@ def _hugging_face(name: str, given: dict[str, Any], classes: int) -> nn.Module:
         require(
             not strange,
             f"--model-args {', '.join(strange)}: hf:{name} has none such"
-            f"{near(dir(plain), *strange)}",
+            f"{suggest(dir(plain), *strange)}",
         )
         return Logits(models.from_config(settings, dtype=torch.float32))
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return what is gathered, compiled or checkpointed as one: members of the ModuleLists."""
     return [
         block
         for child in model.children()
-        for block in (child if isinstance(child, nn.ModuleList) else blocks_of(child))
+        for block in (child if isinstance(child, nn.ModuleList) else find_blocks(child))
     ]
 
 
@@ -172,18 +176,20 @@ def draw(model: Any, seed: int, device: torch.device) -> None:
         weight.copy_(drawn)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return what DDP wraps, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what a model is trained on: its own ``loss(outputs, targets)``, or `mean_loss`."""
-    loss: Callable[[Tensor, Tensor], Tensor] = getattr(unwrapped(model), "loss", mean_loss)
+def loss_function(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what a model is trained on: ``loss(outputs, targets)`` or the mean loss."""
+    loss: Callable[[Tensor, Tensor], Tensor] = getattr(
+        unwrap_ddp(model), "loss", mean_cross_entropy
+    )
     return loss
 
 
-def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats, taken in fp32 whatever the model computed in.
 
     An fp16 loss would round, and its seed gradient, the loss scale, would overflow at 65536.

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distamp.levels import Amp
 from launch.config import Config
-from launch.model import blocks_of, unwrapped
-from launch.program import load_own, refusing, require
+from launch.model import find_blocks, unwrap_ddp
+from launch.program import convert_to_usage_error, import_object, require
 
 
 def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
@@ -31,7 +31,7 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
     if name == "sgd":
         return [torch.optim.SGD(_groups(trained, config), lr=config.lr, momentum=config.beta1)]
     if name == "muon":
-        inside = {id(p) for block in blocks_of(model) for p in block.parameters() if p.dim() == 2}
+        inside = {id(p) for block in find_blocks(model) for p in block.parameters() if p.dim() == 2}
         fits = inside and not any(isinstance(p, DTensor) for p in trained)
         hint = "it needs a model with blocks, and whole matrices: no --shard, no --tp"
         require(fits, f"--optimizer muon --shard {config.shard} --tp {config.tp}: {hint}")
@@ -43,10 +43,12 @@ def make_optimizers(model: nn.Module, config: Config) -> list[Optimizer]:
             adjust_lr_fn="match_rms_adamw",
         )
         return [muon, _adamw([p for p in trained if id(p) not in inside], config)]
-    own = load_own("--optimizer", name)
-    with refusing(f"--optimizer {name}", TypeError, ValueError):
+    own = import_object("--optimizer", name)
+    with convert_to_usage_error(f"--optimizer {name}", TypeError, ValueError):
         optimizer = own(_groups(trained, config), lr=config.lr)
-    with refusing(f"--optimizer {name}: its step() is called without arguments", TypeError):
+    with convert_to_usage_error(
+        f"--optimizer {name}: its step() is called without arguments", TypeError
+    ):
         inspect.signature(optimizer.step).bind()
     return [optimizer]
 
@@ -71,19 +73,19 @@ def _groups(parameters: Sequence[nn.Parameter], config: Config) -> list[dict[str
     """
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dim() >= 2, cut_over(parameter)), []).append(parameter)
+        groups.setdefault((parameter.dim() >= 2, shard_mesh(parameter)), []).append(parameter)
     return [
         {"params": alike, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), alike in groups.items()
     ]
 
 
-def cut_over(parameter: Tensor) -> DeviceMesh | None:
+def shard_mesh(parameter: Tensor) -> DeviceMesh | None:
     """Return the ranks over which a weight is cut; the other ranks have copies of its parts."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def part_of_peak(config: Config, taken: int) -> float:
+def lr_fraction(config: Config, taken: int) -> float:
     """Return the learning rate after so many taken steps, as a part of ``--lr``."""
     if taken < config.warmup:
         return (taken + 1) / config.warmup
@@ -97,7 +99,7 @@ def part_of_peak(config: Config, taken: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * height
 
 
-class Average:
+class WeightAverage:
     """An average of the weights, each as it is stepped, over the steps that were taken.
 
     Args:
@@ -110,7 +112,7 @@ class Average:
 
     def __init__(self, amp: Amp, decay: float) -> None:
         weights = amp.flat_state_dict() if decay else {}
-        names = [name for name, _ in unwrapped(amp.model).named_parameters()] if decay else []
+        names = [name for name, _ in unwrap_ddp(amp.model).named_parameters()] if decay else []
         self._weights = [weights[f"model.{name}"] for name in names]
         self.values = {f"ema.{name}": weights[f"model.{name}"].clone() for name in names}
         self._follow = get_ema_multi_avg_fn(decay)
@@ -121,7 +123,7 @@ class Average:
             self._follow([*self.values.values()], self._weights, 0)
 
 
-class Rates:
+class LRSchedule:
     """The learning rate, which stays where it is while steps are skipped.
 
     Whether a step was taken is known on the device. There the rate is looked up, so that the host
@@ -142,7 +144,7 @@ class Rates:
     ) -> None:
         fused = all(optimizer.defaults.get("fused") for optimizer in optimizers)
         self._on_host = device.type == "cpu" or not fused
-        rates = [config.lr * part_of_peak(config, n) for n in range(config.steps + 1)]
+        rates = [config.lr * lr_fraction(config, n) for n in range(config.steps + 1)]
         dtype = torch.float64 if self._on_host else torch.float32  # what a fused kernel reads
         self._table = torch.tensor(rates, dtype=dtype, device=device)
         self._optimizers = optimizers

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from launch.config import Config, seconds_of
+from launch.config import Config, to_seconds
 from launch.data import Data
-from launch.model import GPT, blocks_of
-from launch.program import UsageError, refusing, require
+from launch.model import GPT, find_blocks
+from launch.program import UsageError, convert_to_usage_error, require
 
 # What takes longest to compute again: products and attention.
 _SLOW_OPS = [
@@ -63,7 +63,7 @@ def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group(timeout=timedelta(seconds=seconds_of(config.timeout)))
+            dist.init_process_group(timeout=timedelta(seconds=to_seconds(config.timeout)))
             stack.callback(dist.destroy_process_group)
         yield
 
@@ -98,7 +98,7 @@ class Layout:
         return cls(dist.get_rank(), dist.get_world_size(), *shape, mesh)
 
     @property
-    def data_world(self) -> int:
+    def data_world_size(self) -> int:
         """How many ranks read different examples."""
         return self.replicate * self.shard
 
@@ -108,7 +108,7 @@ class Layout:
         return self.rank // self.tp
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a weight is cut over ranks."""
         return self.shard * self.tp > 1
 
@@ -119,7 +119,7 @@ class Layout:
             dist.all_reduce(packed)
         return [value / self.tp for value in packed.tolist()]
 
-    def on_first(self, action: Callable[[], object]) -> None:
+    def run_on_first_rank(self, action: Callable[[], object]) -> None:
         """Do something on the first rank, while the others wait for it.
 
         Raises:
@@ -127,7 +127,7 @@ class Layout:
         """
         refused: list[str | None] = [None]
         try:
-            with refusing("cannot write", OSError):
+            with convert_to_usage_error("cannot write", OSError):
                 if self.rank == 0:
                     action()
         except UsageError as error:
@@ -143,7 +143,7 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     Raises:
         UsageError: The model has no blocks.
     """
-    kind, blocks = config.activation_checkpointing, blocks_of(model)
+    kind, blocks = config.activation_checkpointing, find_blocks(model)
     asked = f"--compile {config.compile} --activation-checkpointing {kind}"
     fault = f"--model {config.model} has no blocks (members of a ModuleList)"
     require(blocks or (kind == "none" and not config.compile), f"{asked}: {fault}")
@@ -164,7 +164,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
     Raises:
         UsageError: The model does not say how its layers can be divided.
     """
-    if layout.mesh is None or not layout.is_cut:
+    if layout.mesh is None or not layout.is_sharded:
         return
     if layout.tp > 1:
         columns, rows = getattr(model, "tensor_parallel_plan", ((), ()))
@@ -188,7 +188,7 @@ def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.
         # The products see the same numbers, and half the bytes travel. On a CPU torch's norms take
         # no weights of another dtype than their input.
         inside = MixedPrecisionPolicy(level.compute, level.reduce, cast_forward_inputs=False)
-    for block in blocks_of(model):
+    for block in find_blocks(model):
         if not isinstance(block, FSDPModule):
             fully_shard(block, mesh=mesh, mp_policy=inside)
     fully_shard(model, mesh=mesh, mp_policy=outside)
@@ -204,7 +204,7 @@ def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> 
     Raises:
         UsageError: A parameter takes no part in what the model returns.
     """
-    if layout.world == 1 or layout.is_cut:
+    if layout.world == 1 or layout.is_sharded:
         return model
     ids = None if device.type == "cpu" else [device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)

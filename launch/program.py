@@ -52,7 +52,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def near(known: Collection[str], *names: str) -> str:
+def suggest(known: Collection[str], *names: str) -> str:
     """Return a question that offers a similar known name for each name, or an empty string."""
     matches: list[str] = []
     for name in names:
@@ -95,7 +95,7 @@ def call(
         return app(args, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
         if isinstance(error.__cause__, pydantic.ValidationError):
-            raise refusal_of(error.__cause__) from None
+            raise first_usage_error(error.__cause__) from None
         if isinstance(error, cyclopts.UnknownOptionError):
             arguments = app.assemble_argument_collection()
             flags = [name for argument in arguments for name in argument.names]
@@ -153,7 +153,7 @@ _VALUE_FAULTS = {
 }
 
 
-def refusal_of(error: pydantic.ValidationError) -> UsageError:
+def first_usage_error(error: pydantic.ValidationError) -> UsageError:
     """Return the message for the first fault that pydantic found, with a similar valid value."""
     fault = error.errors()[0]
     kind = fault["type"]
@@ -175,7 +175,7 @@ def refusal_of(error: pydantic.ValidationError) -> UsageError:
     return UsageError(f"{flag(name)} {value}: {message}")
 
 
-def place_of_user(error: BaseException) -> str | None:
+def find_user_line(error: BaseException) -> str | None:
     """Return the innermost line of the user's own files that an error came through, if any.
 
     An error of syntax has no frame in the file in which it is.
@@ -193,12 +193,12 @@ def _is_users(filename: str) -> bool:
 
 
 @contextlib.contextmanager
-def refusing(what: str, *faults: type[Exception]) -> Iterator[None]:
+def convert_to_usage_error(what: str, *faults: type[Exception]) -> Iterator[None]:
     """Turn faults, unless they are of the user's own code, into a sentence that begins so."""
     try:
         yield
     except faults as error:
-        if place_of_user(error) or isinstance(error, UsageError):
+        if find_user_line(error) or isinstance(error, UsageError):
             raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"{what}: {first}") from None
@@ -213,7 +213,7 @@ def arguments(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def load_own(flag: str, name: str) -> Any:
+def import_object(flag: str, name: str) -> Any:
     """Import ``module:name``, also from the folder in which the run was started.
 
     Raises:
@@ -226,7 +226,7 @@ def load_own(flag: str, name: str) -> Any:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         # One that the user's own file imports has a line in that file.
-        if place_of_user(error):
+        if find_user_line(error):
             raise
         first = module.partition(".")[0]
         places = [Path(folder or ".").resolve() for folder in sys.path]
@@ -238,15 +238,16 @@ def load_own(flag: str, name: str) -> Any:
             f"the folder that holds {first}, or add that folder to PYTHONPATH"
         ) from None
     except AttributeError as error:
-        if place_of_user(error):
+        if find_user_line(error):
             raise
         file = getattr(sys.modules.get(module), "__file__", None) or "a module of Python's own"
         known = vars(sys.modules[module]) if module in sys.modules else ()
+        hint = suggest(known, attribute)
         raise UsageError(
-            f"{flag} {name}: {module}, which is {file}, has no {attribute}{near(known, attribute)}"
+            f"{flag} {name}: {module}, which is {file}, has no {attribute}{hint}"
         ) from None
     except (ImportError, ValueError) as error:
-        if place_of_user(error):
+        if find_user_line(error):
             raise
         raise UsageError(f"{flag} {name}: {error}") from None
 
@@ -254,7 +255,7 @@ def load_own(flag: str, name: str) -> Any:
 # -- how a program ends ----------------------------------------------------------------------------
 
 
-def exit_code_of(action: Callable[[], object]) -> int:
+def run_to_exit_code(action: Callable[[], object]) -> int:
     """Do something; return the exit code, which is 2 if the user asked for what cannot be.
 
     Every rank finds the same fault. The first of each machine prints it and ends, upon which
@@ -269,7 +270,7 @@ def exit_code_of(action: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         message, code = "stopped before there was anything to save", 130
     except Exception as error:
-        if place := place_of_user(error):
+        if place := find_user_line(error):
             print(f"error in {place}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -293,15 +294,15 @@ def program(name: str, function: Callable[..., object]) -> Callable[..., int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
 
-    return lambda args=None: exit_code_of(lambda: printed(args))
+    return lambda args=None: run_to_exit_code(lambda: printed(args))
 
 
 # Whether a signal asks a process to end, and the seconds that --max-time leaves it.
-Asked = Callable[[], tuple[bool, float]]
+StopCheck = Callable[[], tuple[bool, float]]
 
 
 @contextlib.contextmanager
-def listening(seconds: float) -> Iterator[Asked]:
+def watch_for_stop(seconds: float) -> Iterator[StopCheck]:
     """Listen to signals, and watch the clock.
 
     Args:

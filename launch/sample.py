@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from launch.checkpoint import load_run
 from launch.config import read_config
-from launch.data import Data, load_data, text_of
-from launch.folder import read_about, run_of
+from launch.data import Data, load_data, load_text_codec
+from launch.folder import find_run_dir, read_data_json
 from launch.program import program, require
 
 
@@ -63,11 +63,11 @@ def sample_run(
         tokenizer: A tokenizer.json, where the run was given none.
     """
     require(prompt, "--prompt: it must not be empty")
-    about, config = read_about(run), read_config(run_of(run))
+    about, config = read_data_json(run), read_config(find_run_dir(run))
     unread = f"{run}: its data are no text; for tokens of a .bin, give --tokenizer"
     require(about["text"] or tokenizer, unread)
 
-    text = text_of(tokenizer or config.tokenizer)
+    text = load_text_codec(tokenizer or config.tokenizer)
     data = Data(about["data"], (), (), about["classes"], text)
     if ":" in config.model and not config.model.startswith("hf:"):
         data = load_data(config)  # a model of one's own may look at them

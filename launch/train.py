@@ -21,20 +21,20 @@ from torch import Tensor
 from distamp.errors import NonFiniteGradientsError
 from distamp.report import StepReplay
 from launch.checkpoint import Checkpoints
-from launch.config import Config, parse, seconds_of
+from launch.config import Config, parse, to_seconds
 from launch.data import Batch, Data, batches, load_data, order
 from launch.evaluate import evaluate
-from launch.job import Job, make_job, require_startable
+from launch.job import Job, make_job, try_start
 from launch.metrics import Metrics
-from launch.model import loss_of
-from launch.optim import Rates, cut_over
+from launch.model import loss_function
+from launch.optim import LRSchedule, shard_mesh
 from launch.parallel import Layout, pick_device, process_group
 from launch.program import (
-    Asked,
+    StopCheck,
     UsageError,
     die_with_parent,
-    exit_code_of,
-    listening,
+    run_to_exit_code,
+    watch_for_stop,
 )
 
 
@@ -45,18 +45,18 @@ def main(args: Sequence[str] | None = None) -> int:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         config = parse(args)
-        with listening(seconds_of(config.max_time)) as asked_to_end:
-            run(config, asked_to_end)
+        with watch_for_stop(to_seconds(config.max_time)) as check_stop:
+            run(config, check_stop)
 
-    return exit_code_of(program)
+    return run_to_exit_code(program)
 
 
-def run(config: Config, asked_to_end: Asked) -> None:
+def run(config: Config, check_stop: StopCheck) -> None:
     """Train from the start, or from a checkpoint, to the last step.
 
     Args:
         config: The flags.
-        asked_to_end: Whether this rank is, by a signal, and the seconds until the clock does.
+        check_stop: Whether this rank is, by a signal, and the seconds until the clock does.
 
     Raises:
         UsageError: The run was refused, on every rank.
@@ -64,7 +64,7 @@ def run(config: Config, asked_to_end: Asked) -> None:
     data = load_data(config)
     device = pick_device(config)
     if config.dry_run and not config.has_all_ranks:
-        print(dry_run_report(config, data, require_startable(config, data, device)))
+        print(dry_run_report(config, data, try_start(config, data, device)))
         return
     with process_group(config):
         job = make_job(config, data, Layout.of(config, device), device)
@@ -75,15 +75,15 @@ def run(config: Config, asked_to_end: Asked) -> None:
             checkpoints.read(config.resume)
         if config.dry_run:
             evaluate(job, examples=1)
-            report = dry_run_report(config, data, steps_of_start(config))
-            job.layout.on_first(lambda: print(report))
+            report = dry_run_report(config, data, start_steps(config))
+            job.layout.run_on_first_rank(lambda: print(report))
             return
         # Metrics opens the folder of the run, which a refusal above must leave unchanged.
         with Metrics(job) as metrics:
-            train(job, checkpoints, metrics, asked_to_end)
+            train(job, checkpoints, metrics, check_stop)
 
 
-def steps_of_start(config: Config) -> list[str]:
+def start_steps(config: Config) -> list[str]:
     """List the steps of `run` before the folder of the run is opened, as phrases for the user."""
     steps = [f"built the model {config.model} on every rank"]
     steps.append(f"made the optimizer {config.optimizer}")
@@ -114,16 +114,16 @@ def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: Asked) -> None:
+def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: StopCheck) -> None:
     """Train to the last step, or until a rank is asked to stop."""
     config, amp, layout, progress = job.config, job.amp, job.layout, job.progress
     examples = job.data.train
-    rates = Rates(config, amp.optimizers, job.device, progress.step - progress.skipped)
+    rates = LRSchedule(config, amp.optimizers, job.device, progress.step - progress.skipped)
     replay = None
     if config.on_nonfinite == "report":
         replay = StepReplay(job.model).attach(amp.scaler)
-    ranks = layout.data_rank, layout.data_world
-    chosen = order(len(examples), config.seed, progress.position, job.microbatch, *ranks)
+    ranks = layout.data_rank, layout.data_world_size
+    chosen = order(len(examples), config.seed, progress.position, job.microbatch_size, *ranks)
     source = batches(examples, chosen, job.device, config.workers)
     ended = ""
     if progress.step == 0:
@@ -134,13 +134,13 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
         rate = rates.set()
         progress.step += 1
         progress.position += config.global_batch_size
-        tasks = tasks_after(config, progress.step)
+        tasks = due_tasks(config, progress.step)
         # Without a record to write, nothing here waits for the device.
         scale = amp.scaler.get_scale() if tasks else 1.0
         microbatches = [next(source) for _ in range(config.accumulate)]
         do_step = train_step
         if config.check_precision and progress.step == 1:
-            do_step = checked_step
+            do_step = train_checked_step
         loss, taken = do_step(job, metrics, microbatches, replay)
         rates.count(taken)
         job.average.count(taken)
@@ -148,12 +148,12 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, asked_to_end: As
 
         if tasks:
             # One message has the loss, and how many ranks are to end.
-            has_signal, seconds = asked_to_end()
+            has_signal, seconds = check_stop()
             loss_sum, signalled, late = layout.sum(loss, has_signal, seconds <= 0)
             progress.skipped = progress.step - int(rates.taken)
             record = {
                 "step": progress.step,
-                "loss": loss_sum / layout.data_world,
+                "loss": loss_sum / layout.data_world_size,
                 "gradient_norm": float(amp.scaler.grad_norm()),
                 "learning_rate": float(rate),
                 "taken": bool(taken),
@@ -184,7 +184,7 @@ def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
         with nullcontext() if number == len(microbatches) else job.amp.no_sync():
             with job.amp.autocast():
                 outputs = job.model(*batch.inputs, **batch.named)
-            loss = loss_of(job.model)(outputs, batch.targets) / len(microbatches)
+            loss = loss_function(job.model)(outputs, batch.targets) / len(microbatches)
             job.amp.backward(loss)
         total += loss.detach()
     return total
@@ -207,7 +207,7 @@ def train_step(
     skip_norm_above = config.skip_norm_above or None
     try:
         taken = job.amp.step(
-            max_norm=max_norm, skip_norm_above=skip_norm_above, shard_group_fn=cut_over
+            max_norm=max_norm, skip_norm_above=skip_norm_above, shard_group_fn=shard_mesh
         ).taken
     except NonFiniteGradientsError as error:
         where = "--on-nonfinite report says" if replay is None else "nonfinite.jsonl says"
@@ -221,7 +221,7 @@ def train_step(
     return loss, taken
 
 
-def checked_step(
+def train_checked_step(
     job: Job, metrics: Metrics, microbatches: Sequence[Batch], replay: StepReplay | None
 ) -> tuple[Tensor, Tensor]:
     """Do one step, and compare the precisions that ran with what the level promises."""
@@ -230,13 +230,13 @@ def checked_step(
         lambda: outcomes.append(train_step(job, metrics, microbatches, replay))
     )
     path = job.config.run_dir / "precision.txt"
-    job.layout.on_first(lambda: path.write_text(f"{violations}\n", "utf-8"))
+    job.layout.run_on_first_rank(lambda: path.write_text(f"{violations}\n", "utf-8"))
     for violation in violations:
         metrics.say(f"Warning: --precision {job.config.precision}: {violation}")
     return outcomes[0]
 
 
-def tasks_after(config: Config, step: int) -> set[str]:
+def due_tasks(config: Config, step: int) -> set[str]:
     """Return what to do after a step; a record is written wherever anything is done."""
     every = {"log": config.log_every, "eval": config.eval_every, "save": config.save_every}
     return {name for name, steps in every.items() if step % steps == 0 or step == config.steps}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from launch.folder import checkpoints_of
+from launch.folder import list_checkpoints
 from tests.launch import jobs
 
 RUN = (
@@ -81,7 +81,7 @@ def main() -> int:
                 print(f"it ended by itself, with {job.returncode}", flush=True)
                 break
             hit.append(kill(job, run, chance))
-            whole = {path.name for path in checkpoints_of(run)}
+            whole = {path.name for path in list_checkpoints(run)}
             torn += any(path.name > max(whole, default="") for path in run.glob("checkpoints/*"))
             rows = len(jobs.records(run))
             print(f"kill {number}: {hit[-1]}: {rows} records, {len(whole)} whole", flush=True)

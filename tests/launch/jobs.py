@@ -72,7 +72,7 @@ def here() -> Iterator[io.StringIO]:
         rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with (
         mock.patch("launch.train.process_group", joined),
-        mock.patch("launch.metrics.figure_of"),
+        mock.patch("launch.metrics.draw_figure"),
         mock.patch.dict(os.environ, rank),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):

@@ -61,7 +61,7 @@ def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
     assert pool.run(jobs.train, run, args)[0] == whole
 
 
-def asked_to_end(run: Path, args: Sequence[object]) -> int:
+def check_stop(run: Path, args: Sequence[object]) -> int:
     """Train on this rank; the last one is sent SIGTERM after five steps."""
 
     def ask() -> None:
@@ -76,7 +76,7 @@ def asked_to_end(run: Path, args: Sequence[object]) -> int:
 
 def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(new_ranks, text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 100_000, "--async-save", "--save-every", 3)
-    assert new_ranks(2).run(asked_to_end, tmp_path, args) == [0, 0]
+    assert new_ranks(2).run(check_stop, tmp_path, args) == [0, 0]
     last = jobs.records(tmp_path)[-1]["step"]
     assert last < 100_000
     assert (tmp_path / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()

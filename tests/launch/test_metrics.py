@@ -13,9 +13,9 @@ import torch
 
 from launch.config import Config, parse
 from launch.data import load_data
-from launch.folder import checkpoints_of
+from launch.folder import list_checkpoints
 from launch.job import Job, make_job
-from launch.metrics import counted_steps, figure_of, flops_per_example, read_records
+from launch.metrics import draw_figure, flops_per_example, format_steps, read_records
 from launch.parallel import Layout
 from launch.train import run
 from tests.launch import jobs
@@ -91,7 +91,7 @@ def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(k
 def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1)
     jobs.train(tmp_path, args)
-    assert len(checkpoints_of(tmp_path)) == 2
+    assert len(list_checkpoints(tmp_path)) == 2
     others = [tmp_path / name for name in ("nonfinite.jsonl", "precision.toml", "tokenizer.json")]
     for path in others:
         path.write_text("the old run's")
@@ -124,7 +124,7 @@ def figure(folder: Path, rows: list[dict[str, Any]]) -> Any:
     """The picture of a run that has these records."""
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(lines)
-    return figure_of([folder])
+    return draw_figure([folder])
 
 
 def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_path):
@@ -154,4 +154,4 @@ def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_pa
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_summary_counts_one_step_in_the_singular(number):
-    assert counted_steps(number) == f"{number} step" + ("" if number == 1 else "s")
+    assert format_steps(number) == f"{number} step" + ("" if number == 1 else "s")

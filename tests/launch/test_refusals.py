@@ -20,11 +20,11 @@ from torch import nn
 
 from launch import checkpoint, sample
 from launch.config import RENAMED_FLAGS, Config
-from launch.folder import begin, checkpoints_of, remove
+from launch.folder import begin, list_checkpoints, remove
 from launch.job import make_model
 from launch.optim import make_optimizers
 from launch.parallel import Layout
-from launch.program import exit_code_of, flag, program, refusal_of
+from launch.program import first_usage_error, flag, program, run_to_exit_code
 from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import SHORT, TINY
@@ -148,7 +148,7 @@ def test_values_that_a_flag_may_not_have_are_named():
         for name, value in itertools.product(names.split(), values.split()):
             with pytest.raises(ValidationError) as raised:
                 Config(**{name: value})
-            assert str(refusal_of(raised.value)).startswith(f"{flag(name)} {value}: ")
+            assert str(first_usage_error(raised.value)).startswith(f"{flag(name)} {value}: ")
 
 
 def test_each_wrong_flag_is_named(text, tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_pa
         *(capsys, "--data", text, *TINY, "--run-dir", tmp_path, "--steps", 5),
         *("--lr", "1e30", "--warmup", 0),
     )
-    assert not checkpoints_of(tmp_path)
+    assert not list_checkpoints(tmp_path)
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_on_a_full_disk_the_reason_is_the_last_word_and_no_half_checkpoint_stays
     monkeypatch.setattr(checkpoint, "remove", lambda folder: (remove(folder), full_disk()))
     assert main([*map(str, args), "--overwrite"]) == 0
     assert "Warning: cannot write" in capsys.readouterr().out
-    assert [path.name for path in checkpoints_of(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
 
 
 def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
@@ -254,7 +254,7 @@ def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
     assert "cannot remove" in refused(
         capsys, "--data", text, *TINY, "--steps", 1, "--keep-checkpoints", 1, "--run-dir", tmp_path
     )
-    assert (old.parent / "step-00000001") in checkpoints_of(tmp_path)
+    assert (old.parent / "step-00000001") in list_checkpoints(tmp_path)
 
 
 def test_ranks_leave_a_folder_alone_to_which_another_process_writes(ranks2, text, tmp_path):
@@ -390,7 +390,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert (exit_code_of(interrupted), capsys.readouterr().err.count("\n")) == (130, 1)
+    assert (run_to_exit_code(interrupted), capsys.readouterr().err.count("\n")) == (130, 1)
 
 
 def test_a_reader_that_has_seen_enough_ends_a_program_without_a_word():
@@ -556,7 +556,7 @@ def test_flag_that_only_gpt_reads_is_refused_on_resume_of_another_model(text, tm
 def test_a_hint_is_a_value_that_the_flag_takes(value, name):
     with pytest.raises(ValidationError) as raised:
         Config(**{name: value})
-    _, asks, hint = str(refusal_of(raised.value)).partition(" Did you mean ")
+    _, asks, hint = str(first_usage_error(raised.value)).partition(" Did you mean ")
     if asks:
         Config(**{name: hint.removesuffix("?")})
     assert not asks or name == "comm_hook"  # int8 is written like int4

@@ -19,10 +19,10 @@ from launch import compare, evaluate, sample
 from launch.checkpoint import load_run
 from launch.config import Config, parse, read_config
 from launch.data import Batch, Data, load_data, order
-from launch.folder import checkpoints_of
+from launch.folder import list_checkpoints
 from launch.job import Job
-from launch.model import blocks_of
-from launch.optim import Average, part_of_peak
+from launch.model import find_blocks
+from launch.optim import WeightAverage, lr_fraction
 from launch.parallel import Layout
 from launch.program import UsageError
 from launch.train import main
@@ -109,7 +109,7 @@ def test_data_and_model_of_ones_own(ranks2, tmp_path, model, layout):
     # It starts as one process does, with batch norms that have seen nothing yet.
     alone = jobs.train(tmp_path / "one", (*args, "--steps", 1, "--keep-checkpoints", 0))
     assert rows[0] == pytest.approx(alone[0], rel=1e-3)
-    checkpoints_of(tmp_path / "two")[0].joinpath(".metadata").unlink()
+    list_checkpoints(tmp_path / "two")[0].joinpath(".metadata").unlink()
     assert ranks2.run(jobs.train, tmp_path / "two", ("--resume", tmp_path / "two"))[0] == rows
 
 
@@ -123,7 +123,7 @@ def test_model_of_transformers_from_its_config_is_drawn_as_there(text, tmp_path)
     jobs.train(tmp_path, (*args, "--lr", 1e-9, "--steps", 1))
     model = load_run(tmp_path, load_data(read_config(tmp_path))).model
     inner = model.inner
-    assert [*blocks_of(model)] == [*inner.transformer.h]
+    assert [*find_blocks(model)] == [*inner.transformer.h]
     theirs = transformers.AutoModelForCausalLM.from_config(inner.config)
     for name, expected in theirs.named_parameters():
         found = inner.get_parameter(name)
@@ -173,7 +173,7 @@ def test_copies_train_as_one_process_with_the_whole_batch(ranks2, text, tmp_path
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "linear", "constant"])
 def test_schedules_rise_and_end_where_they_are_to(schedule):
     config = Config(schedule=schedule, steps=100, warmup=10, min_lr_ratio=0.1)
-    rates = [part_of_peak(config, taken) for taken in range(101)]
+    rates = [lr_fraction(config, taken) for taken in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == rates[10] == 1.0
     assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
@@ -280,7 +280,7 @@ def test_time_that_is_over_saves_and_flags_count_when_it_is_resumed(tmp_path):
     assert main([*map(str, args), "--run-dir", str(tmp_path)]) == 0
     last = jobs.records(tmp_path)[-1]
     assert "validation_loss" in last
-    assert checkpoints_of(tmp_path)[0].name == f"step-{last['step']:08d}"
+    assert list_checkpoints(tmp_path)[0].name == f"step-{last['step']:08d}"
     found = parse(["--resume", str(tmp_path), "--lr", "0.5"])
     assert (found.lr, found.seq_len, found.model_args) == (0.5, 16, ("width=16",))
     assert found.run_dir == tmp_path
@@ -415,7 +415,9 @@ def judged(length: int) -> dict[str, float]:
     data = Data("", [], list(zip(images, labels, strict=True)), 2)
     layout = Layout(rank, 2, replicate=2)
     amp = initialize(model, [], "fp32")
-    found = evaluate.evaluate(Job(config, data, CPU, layout, model, amp, Average(amp, 0.0)), length)
+    found = evaluate.evaluate(
+        Job(config, data, CPU, layout, model, amp, WeightAverage(amp, 0.0)), length
+    )
     chosen = [place * 17 // length for place in range(length)]
     logits = model.double()(images[chosen].double())
     loss = nn.functional.cross_entropy(logits, labels[chosen]).item()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.folder import checkpoints_of
+from launch.folder import list_checkpoints
 from tests import netns
 from tests.launch import jobs
 from tests.launch.jobs import ROOT, TINY, until
@@ -130,7 +130,7 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_with_it_again(hosts, t
         while world != ranks:
             assert time.monotonic() < end, f"{world} ranks, not {ranks}"
             time.sleep(0.2)
-            for path in checkpoints_of(run)[:1]:
+            for path in list_checkpoints(run)[:1]:
                 world = len({file.name.split("_")[2] for file in path.glob("*.distcp")})
 
     run = tmp_path / "run"
