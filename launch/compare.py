@@ -8,7 +8,7 @@ from rich.table import Table
 
 from launch.config import read_config
 from launch.metrics import draw_figure, read_records
-from launch.program import flag, program, require
+from launch.program import flag, make_main, require
 
 
 def _outcome(run: Path) -> dict[str, str]:
@@ -52,7 +52,7 @@ def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None =
         draw_figure(runs).savefig(out)
 
 
-main = program("python -m launch.compare", compare_runs)
+main = make_main("python -m launch.compare", compare_runs)
 
 if __name__ == "__main__":
     raise SystemExit(main())

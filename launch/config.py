@@ -25,7 +25,14 @@ from distamp import PrecisionLevel
 from distamp.errors import ConfigError
 from distamp.precision_level import LEVELS
 from launch.folder import find_checkpoint, find_run_dir, list_checkpoints, started_by_this_torchrun
-from launch.program import UnknownNameError, call, command, convert_to_usage_error, flag, require
+from launch.program import (
+    UnknownNameError,
+    convert_to_usage_error,
+    flag,
+    make_app,
+    require,
+    run_app,
+)
 
 # Flags that had another name before 0.1.0. Runs of that time have the old names in config.json.
 RENAMED_FLAGS = {
@@ -521,7 +528,7 @@ def flags(
     return dict(ChainMap(*(group.model_dump(exclude_unset=True) for group in groups)))
 
 
-COMMAND = command("launch/train.py", flags)
+COMMAND = make_app("launch/train.py", flags)
 
 
 def parse(args: Sequence[str] | None = None) -> Config:
@@ -541,7 +548,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
         for name, field in known.items()
         for theirs in field.json_schema_extra["elsewhere"].split()
     }
-    given = call(COMMAND, args, elsewhere, RENAMED_FLAGS)
+    given = run_app(COMMAND, args, elsewhere, RENAMED_FLAGS)
     if given is None:  # --help has been printed
         sys.exit()
     config = Config(**given)

@@ -13,7 +13,7 @@ from launch.data import batches, load_data
 from launch.folder import find_run_dir, read_data_json
 from launch.job import Job
 from launch.model import loss_function, mean_cross_entropy
-from launch.program import program
+from launch.program import make_main
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def evaluate_run(run: Path, /, *, data: str | None = None, examples: NonNegative
         print(f"{name.replace('_', ' ')} {value:.4f}")
 
 
-main = program("python -m launch.evaluate", evaluate_run)
+main = make_main("python -m launch.evaluate", evaluate_run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launch.config import Config
 from launch.data import Data
-from launch.program import arguments, convert_to_usage_error, import_object, require, suggest
+from launch.program import convert_to_usage_error, import_object, parse_arguments, require, suggest
 
 
 class Block(nn.Module):
@@ -94,7 +94,7 @@ def build(config: Config, data: Data) -> nn.Module:
         UsageError: There is no such model, or it cannot be built for these data.
     """
     kind, _, name = config.model.partition(":")
-    given = arguments(config.model_args)
+    given = parse_arguments(config.model_args)
     torch.manual_seed(config.seed)
     if kind == "gpt":
         with torch.device("meta"):

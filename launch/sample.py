@@ -12,7 +12,7 @@ from launch.checkpoint import load_run
 from launch.config import read_config
 from launch.data import Data, load_data, load_text_codec
 from launch.folder import find_run_dir, read_data_json
-from launch.program import program, require
+from launch.program import make_main, require
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def sample_run(
         print(prompt + text.decode([*islice(drawn, tokens)]))
 
 
-main = program("python -m launch.sample", sample_run)
+main = make_main("python -m launch.sample", sample_run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

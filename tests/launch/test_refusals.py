@@ -24,7 +24,7 @@ from launch.folder import begin, list_checkpoints, remove
 from launch.job import make_model
 from launch.optim import make_optimizers
 from launch.parallel import Layout
-from launch.program import first_usage_error, flag, program, run_to_exit_code
+from launch.program import first_usage_error, flag, make_main, run_to_exit_code
 from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import SHORT, TINY
@@ -401,7 +401,7 @@ def test_a_reader_that_has_seen_enough_ends_a_program_without_a_word():
         redirect_stdout(closed),
         pytest.raises(SystemExit, match="141"),
     ):
-        program("name", lambda: print("text"))([])
+        make_main("name", lambda: print("text"))([])
 
 
 def test_dry_run_in_one_process_names_the_ranks_that_the_run_needs(text, tmp_path, capsys):
