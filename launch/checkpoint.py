@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from launch.config import read_config
 from launch.data import Data
-from launch.folder import find_checkpoint, list_checkpoints, remove
+from launch.folder import find_checkpoint, list_checkpoints, remove_checkpoint
 from launch.job import Job, make_job
 from launch.model import unwrap_ddp
 from launch.parallel import Layout, pick_device
@@ -90,7 +90,7 @@ class Checkpoints:
         except UsageError as error:
             # Of a full disk torch has not always more to say than that its archive is odd.
             free = shutil.disk_usage(self._job.config.run_dir).free / 2**30
-            remove(self._folder)  # half of it would go on filling the disk
+            remove_checkpoint(self._folder)  # half of it would go on filling the disk
             raise UsageError(f"{error} ({free:.2f} GiB are free)") from None
 
     def _prune(self) -> None:
@@ -99,7 +99,7 @@ class Checkpoints:
                 for old in list_checkpoints(self._job.config.run_dir)[
                     self._job.config.keep_checkpoints :
                 ]:
-                    remove(old)
+                    remove_checkpoint(old)
 
     def read(self, path: Path) -> None:
         """Put the run into the state of a checkpoint; every rank calls this.

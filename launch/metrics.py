@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from distamp.report import NonFiniteOrigin
 from launch.data import Data
-from launch.folder import begin, write_atomically
+from launch.folder import acquire_run_dir, write_atomically
 from launch.job import Job
 from launch.model import find_blocks, unwrap_ddp
 from launch.program import convert_to_usage_error, flag
@@ -74,7 +74,7 @@ class Metrics(contextlib.ExitStack):
         given = {"tokenizer.json": config.tokenizer, "precision.toml": rules}
         # Read before the folder is emptied, in which they may lie.
         copies = {name: Path(path).read_bytes() for name, path in given.items() if path}
-        self.enter_context(begin(run, step if config.resumes_in_place else None))
+        self.enter_context(acquire_run_dir(run, step if config.resumes_in_place else None))
         about = {"data": data.name, "classes": data.classes, "text": data.text is not None}
         write_atomically(run / "data.json", json.dumps(about) + "\n")
         write_atomically(run / "config.json", config.model_dump_json(indent=1) + "\n")

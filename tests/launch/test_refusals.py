@@ -20,7 +20,7 @@ from torch import nn
 
 from launch import checkpoint, sample
 from launch.config import RENAMED_FLAGS, Config
-from launch.folder import begin, list_checkpoints, remove
+from launch.folder import acquire_run_dir, list_checkpoints, remove_checkpoint
 from launch.job import make_model
 from launch.optim import make_optimizers
 from launch.parallel import Layout
@@ -235,7 +235,12 @@ def test_on_a_full_disk_the_reason_is_the_last_word_and_no_half_checkpoint_stays
     assert refused(capsys, *args).endswith(" GiB are free)\n")
     assert [*(tmp_path / "checkpoints").iterdir()] == []
     # Where there is room again, the last one is written.
-    monkeypatch.setattr(checkpoint, "remove", lambda folder: (remove(folder), full_disk()))
+
+    def remove_and_make_room(folder: Path) -> None:
+        remove_checkpoint(folder)
+        full_disk()
+
+    monkeypatch.setattr(checkpoint, "remove_checkpoint", remove_and_make_room)
     assert main([*map(str, args), "--overwrite"]) == 0
     assert "Warning: cannot write" in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
@@ -259,7 +264,7 @@ def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
 
 def test_ranks_leave_a_folder_alone_to_which_another_process_writes(ranks2, text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 2, "--run-dir", tmp_path, "--overwrite")
-    with begin(tmp_path, None):
+    with acquire_run_dir(tmp_path, None):
         said = ranks2.run(jobs.refusal, *args)
     assert said[0] == said[1]
     assert f"process {os.getpid()} on {socket.gethostname()}" in said[0]
