@@ -1,4 +1,4 @@
-"""What a run is asked to do: models of pydantic's, of which cyclopts makes the command line."""
+"""The flags of launch/train.py: pydantic models, from which cyclopts makes the command line."""
 
 import json
 import math
@@ -7,19 +7,13 @@ import re
 import sys
 import tomllib
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-)
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt
 
 from distamp import PrecisionLevel
 from distamp.errors import ConfigError
@@ -27,6 +21,7 @@ from distamp.precision_level import LEVELS
 from launch.folder import find_checkpoint, find_run_dir, list_checkpoints, started_by_this_torchrun
 from launch.program import (
     UnknownNameError,
+    UsageError,
     convert_to_usage_error,
     flag,
     make_app,
@@ -50,46 +45,52 @@ RENAMED_FLAGS = {
 # Flags that took a plain number before 0.1.0, with the unit of that number.
 _FORMER_UNITS = {"timeout": "s", "max_time": "m"}
 _UNIT_NAMES = {"s": "seconds", "m": "minutes"}
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Flags that describe the built-in model, and that no other model reads.
 _GPT_FLAGS = ("layers", "heads", "d_model", "dropout")
 
 
-def _absolute(name: str) -> str:
-    """Return a path that is there, also behind ``hf:``, as any folder reads it; others as given."""
-    kind = "hf:" if name.startswith("hf:") else ""
-    path = Path(name.removeprefix(kind)).expanduser()
-    return f"{kind}{path.absolute()}" if path.exists() else name
+# -- types of values -------------------------------------------------------------------------------
 
 
-def _one_of(noun: str, names: Collection[str], pattern: str, form: str) -> AfterValidator:
-    """Allow some names, and values that match a pattern, which a message calls ``form``."""
+def _absolute_path(value: str) -> str:
+    """Return an existing path as an absolute one, also behind ``hf:``, and any other value as is.
 
-    def check(value: str) -> str:
-        if value in names:
-            return value
-        if not re.fullmatch(pattern, value):
-            choices = ", ".join([*names, form])
-            raise UnknownNameError(f"there is no such {noun}. Choose {choices}.", names)
-        return _absolute(value)
-
-    return AfterValidator(check)
+    The run can then be read from any folder.
+    """
+    prefix = "hf:" if value.startswith("hf:") else ""
+    path = Path(value.removeprefix(prefix)).expanduser()
+    if not path.exists():
+        return value
+    return f"{prefix}{path.absolute()}"
 
 
-def _level_name(value: str) -> str:
-    """Return the name of the level that a flag gives by any of its names, or a file's path."""
+def _check_optimizer(value: str) -> str:
+    """Accept the names of the built-in optimizers, and ``module:Class``."""
+    names = ("adamw", "sgd", "muon")
+    if value in names:
+        return value
+    if not re.fullmatch(".+:.+", value):
+        choices = ", ".join(names)
+        message = f"there is no such optimizer. Choose {choices}, or module:Class."
+        raise UnknownNameError(message, names)
+    return _absolute_path(value)
+
+
+def _check_level(value: str) -> str:
+    """Return the name of a precision level from any of its names, or the path of its file."""
     if value.endswith(".toml"):
-        return _absolute(value)
+        return _absolute_path(value)
     try:
         return PrecisionLevel.from_name(value).name
     except ConfigError:
-        choices = ", ".join([*LEVELS, "or FILE.toml"])
-        sentence = f"there is no such precision level. Choose {choices}."
-        raise UnknownNameError(sentence, LEVELS) from None
+        choices = ", ".join(LEVELS)
+        message = f"there is no such precision level. Choose {choices}, or FILE.toml."
+        raise UnknownNameError(message, LEVELS) from None
 
 
 def _check_model(value: str) -> str:
-    """Allow the built-in model, a model of transformers and the user's own."""
+    """Accept the built-in model, a model of transformers, and a function of the user."""
     if value == "gpt":
         return value
     if not re.fullmatch(r"\w.*:.+", value):
@@ -99,13 +100,14 @@ def _check_model(value: str) -> str:
             f"Write hf:{name} for a model type or a folder of transformers, or module:function "
             "for your own model."
         )
-    return _absolute(value)
+    return _absolute_path(value)
 
 
 def _check_pair(value: str) -> str:
-    """Allow ``name=value``."""
+    """Accept ``name=value``."""
     if not re.fullmatch(".+=.*", value, re.DOTALL):
-        raise ValueError(f"the value is missing. Write {value.strip('=') or 'name'}=VALUE.")
+        name = value.strip("=") or "name"
+        raise ValueError(f"the value is missing. Write {name}=VALUE.")
     return value
 
 
@@ -113,29 +115,31 @@ def to_seconds(duration: str) -> float:
     """Convert a duration such as ``90s``, ``10m`` or ``2h`` to seconds; ``none`` is infinite."""
     if duration == "none":
         return math.inf
-    return float(duration[:-1]) * _SECONDS[duration[-1]]
+    number, unit = duration[:-1], duration[-1]
+    return float(number) * _SECONDS_PER_UNIT[unit]
 
 
-def _duration(flag_name: str, limit: float = math.inf) -> AfterValidator:
-    """Allow a positive duration with a unit, up to a limit; and ``none`` if there is no limit.
+def _make_duration_check(flag_name: str, limit: float = math.inf) -> AfterValidator:
+    """Return a check for a positive duration with a unit, or ``none`` if there is no limit.
 
     Args:
         flag_name: The flag that takes the duration.
-        limit: In seconds.
+        limit: The longest duration in seconds.
     """
 
     def check(value: str) -> str:
         if value == "none" and limit == math.inf:
             return value
-        number = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", value)
-        if number is None:
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", value)
+        if match is None:
             raise ValueError("this is not a duration. Write one such as 90s, 10m or 2h.")
-        if not number[2]:
+        if not match[2]:
             former = _FORMER_UNITS[flag_name]
-            other = "m" if former == "s" else "s"
+            alternative = "m" if former == "s" else "s"
             raise ValueError(
                 f"the unit is missing. Write {value}{former} for {_UNIT_NAMES[former]}, which a "
-                f"plain number meant before, or {value}{other} for {_UNIT_NAMES[other]}."
+                f"plain number meant before, or {value}{alternative} for "
+                f"{_UNIT_NAMES[alternative]}."
             )
         if not 0 < to_seconds(value) <= limit:
             upper = "" if limit == math.inf else f" and at most {limit:.0f}s"
@@ -145,30 +149,42 @@ def _duration(flag_name: str, limit: float = math.inf) -> AfterValidator:
     return AfterValidator(check)
 
 
-Name = Annotated[str, AfterValidator(_absolute)]
+PathOrName = Annotated[str, AfterValidator(_absolute_path)]
+AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
 ModelName = Annotated[str, AfterValidator(_check_model)]
-LevelName = Annotated[str, AfterValidator(_level_name)]
-OptimizerName = Annotated[
-    str, _one_of("optimizer", ["adamw", "sgd", "muon"], ".+:.+", "or module:Class")
-]
+LevelName = Annotated[str, AfterValidator(_check_level)]
+OptimizerName = Annotated[str, AfterValidator(_check_optimizer)]
 Pair = Annotated[str, AfterValidator(_check_pair)]
+Pairs = Annotated[tuple[Pair, ...], Parameter(consume_multiple=True)]
 # gloo counts milliseconds in 32 bits.
-WaitTime = Annotated[str, _duration("timeout", limit=2e6)]
-RunTime = Annotated[str, _duration("max_time")]
-Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-FiniteOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+WaitTime = Annotated[str, _make_duration_check("timeout", limit=2e6)]
+RunTime = Annotated[str, _make_duration_check("max_time")]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+ShardCount = Annotated[int, Field(ge=-1)]
+TokenDtype = Literal["uint16", "uint32"]
+CommHook = Literal["none", "fp16", "bf16", "int8"]
+Checkpointing = Literal["none", "all", "selective"]
+Schedule = Literal["cosine", "wsd", "linear", "constant"]
+NonfiniteReaction = Literal["skip", "report"]
 
 
-def option(default: Any, text: str, elsewhere: str = "") -> Any:
-    """Declare a flag: its default, its line of help, and its names in other programs."""
-    return Field(default, description=text, json_schema_extra={"elsewhere": elsewhere})
+# -- flags -----------------------------------------------------------------------------------------
+
+
+def option(default: Any, text: str, foreign_names: str = "") -> Any:
+    """Declare a flag with its default, its help and its names in other programs."""
+    return Field(default, description=text, json_schema_extra={"foreign_names": foreign_names})
 
 
 def _group(model: type[BaseModel]) -> type[BaseModel]:
-    """Have the fields of a model be flags without a prefix, listed under its docstring."""
+    """Make the fields of a model flags without a prefix, under its docstring as the heading."""
     title = (model.__doc__ or "").rstrip(".")
-    return Parameter("*", group=Group.create_ordered(title))(model)
+    group = Group.create_ordered(title)
+    return Parameter("*", group=group)(model)
 
 
 @_group
@@ -179,7 +195,7 @@ class _Model(BaseModel, frozen=True):
         "gpt",
         "Model to train: gpt, hf:TYPE or hf:FOLDER (transformers), or your own module:function.",
     )
-    model_args: Annotated[tuple[Pair, ...], Parameter(consume_multiple=True)] = option(
+    model_args: Pairs = option(
         (), "Settings of an hf: config, or arguments of your module:function, as name=value."
     )
     layers: PositiveInt = option(
@@ -200,17 +216,15 @@ class _Model(BaseModel, frozen=True):
 class _Data(BaseModel, frozen=True):
     """The data."""
 
-    data: Name | None = option(
+    data: PathOrName | None = option(
         None,
         "Data to train on: a text, a folder of texts, a .bin of tokens, or your own "
         "module:function. The source of Python's standard library if the flag is left out.",
     )
-    tokenizer: Annotated[Path, AfterValidator(Path.absolute)] | None = option(
+    tokenizer: AbsolutePath | None = option(
         None, "A tokenizer.json. Each byte of the text is a token if the flag is left out."
     )
-    token_dtype: Literal["uint16", "uint32"] = option(
-        "uint16", "Integer type of the tokens in a .bin file."
-    )
+    token_dtype: TokenDtype = option("uint16", "Integer type of the tokens in a .bin file.")
     seq_len: PositiveInt = option(
         64,
         "Number of tokens in an example.",
@@ -240,14 +254,14 @@ class _Ranks(BaseModel, frozen=True):
     replicate: NonNegativeInt = option(
         0, "Number of copies of the model. 0 makes as many as --shard and --tp allow."
     )
-    shard: Annotated[int, Field(ge=-1)] = option(
+    shard: ShardCount = option(
         1,
         "Number of ranks that share the weights of a copy: FSDP2, or HSDP if there are several "
         "copies. -1 means all ranks.",
         "strategy fsdp",
     )
     tp: PositiveInt = option(1, "Number of ranks that share each weight matrix.", "tensor_parallel")
-    comm_hook: Literal["none", "fp16", "bf16", "int8"] = option(
+    comm_hook: CommHook = option(
         "none",
         "Format in which ranks send gradients. none leaves them uncompressed.",
         "compression",
@@ -273,12 +287,12 @@ class _Precision(BaseModel, frozen=True):
     check_precision: bool = option(
         True, "Compare the precisions of the first step with those that the level promises."
     )
-    init_scale: Finite = option(65536.0, "Loss scale at the start, in fp16 and fp16-O2.")
+    init_scale: PositiveFloat = option(65536.0, "Loss scale at the start, in fp16 and fp16-O2.")
     growth_interval: PositiveInt = option(
         2000, "Number of steps without overflow after which the loss scale doubles."
     )
     compile: bool = option(False, "Compile each block with torch.compile.")
-    activation_checkpointing: Literal["none", "all", "selective"] = option(
+    activation_checkpointing: Checkpointing = option(
         "none",
         "Recompute activations in the backward pass to save memory. selective keeps the results "
         "of matrix products and attention.",
@@ -296,8 +310,8 @@ class _Optimizer(BaseModel, frozen=True):
         "parameters), or your own module:Class.",
         "optim",
     )
-    lr: Finite = option(4e-3, "Highest learning rate of the schedule.", "learning_rate")
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = option(
+    lr: PositiveFloat = option(4e-3, "Highest learning rate of the schedule.", "learning_rate")
+    schedule: Schedule = option(
         "cosine",
         "Shape of the learning rate after the warm-up. wsd stays constant and falls in the last "
         "fifth of the run.",
@@ -308,29 +322,29 @@ class _Optimizer(BaseModel, frozen=True):
         "Number of steps in which the learning rate rises to --lr. Skipped steps do not count.",
         "warmup_steps warmup_iters",
     )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = option(
+    min_lr_ratio: Fraction = option(
         0.1, "Learning rate at the end of the schedule, as a fraction of --lr.", "min_lr"
     )
-    weight_decay: FiniteOrNone = option(
+    weight_decay: NonNegativeFloat = option(
         0.1, "Weight decay of the matrices. Biases and norm weights do not decay.", "wd"
     )
     beta1: Decay = option(0.9, "First beta of AdamW, or the momentum of sgd.", "momentum")
     beta2: Decay = option(0.95, "Second beta of AdamW.", "betas")
-    eps: FiniteOrNone = option(
+    eps: NonNegativeFloat = option(
         0.0, "Epsilon of AdamW. 0 chooses 1e-8, or 1e-3 at level fp16-O3.", "epsilon"
     )
-    max_grad_norm: FiniteOrNone = option(
+    max_grad_norm: NonNegativeFloat = option(
         1.0,
         "Clip gradients whose total norm is larger than this. 0 turns clipping off.",
         "grad_clip max_norm gradient_clip clip_grad_norm",
     )
-    skip_norm_above: FiniteOrNone = option(
+    skip_norm_above: NonNegativeFloat = option(
         0.0,
         "Skip a step on every rank if the total norm of its gradients is larger than this. 0 "
         "skips no step.",
         "spike",
     )
-    on_nonfinite: Literal["skip", "report"] = option(
+    on_nonfinite: NonfiniteReaction = option(
         "skip",
         "Reaction to inf or NaN in a gradient: skip the step, or also report the operation that "
         "produced it first.",
@@ -352,9 +366,7 @@ class _Run(BaseModel, frozen=True):
         "Number of the last step. Skipped steps and steps before --resume count.",
         "epochs num_epochs max_steps max_iters iterations iters",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = option(
-        0, "Seed of the weights, of the order of the data, and of dropout."
-    )
+    seed: Seed = option(0, "Seed of the weights, of the order of the data, and of dropout.")
     log_every: PositiveInt = option(
         1, "Number of steps between two records of the metrics.", "log_interval logging_steps"
     )
@@ -387,7 +399,7 @@ class _Run(BaseModel, frozen=True):
         "no limit.",
     )
     tensorboard: bool = option(False, "Also write the metrics for TensorBoard.", "wandb")
-    peak_tflops: FiniteOrNone = option(
+    peak_tflops: NonNegativeFloat = option(
         0.0,
         "Peak of one device in TFLOP/s, from which MFU is computed: 312 for an A100, 989 for an "
         "H100. 0 leaves MFU out.",
@@ -404,7 +416,7 @@ class Config(
 
     @cached_property
     def level(self) -> PrecisionLevel:
-        """The dtypes of ``--precision``, and what goes with them.
+        """The precision level of ``--precision``.
 
         Raises:
             UsageError: Its file cannot be read.
@@ -412,78 +424,104 @@ class Config(
         if not self.precision.endswith(".toml"):
             return PrecisionLevel.from_name(self.precision)
         with convert_to_usage_error(f"--precision {self.precision}", OSError, ValueError):
-            given = tomllib.loads(Path(self.precision).read_text(encoding="utf-8"))
-            if given.keys() | {"modules"} != {"level", "modules"}:
-                raise ValueError(
-                    f"it has {', '.join(given) or 'nothing'}; it is a level and, where patterns "
-                    "are to have a precision of their own, a table [modules]"
-                )
-            return PrecisionLevel.from_name(
-                given["level"], module_precision=given.get("modules", {})
-            )
+            return _read_level(Path(self.precision))
 
     @property
     def resumes_in_place(self) -> bool:
-        """Whether the run in ``--run-dir`` goes on, and keeps what it has."""
-        return (
-            self.resume is not None
-            and find_run_dir(self.resume).resolve() == self.run_dir.resolve()
-        )
-
-    def layout(self, world: int) -> tuple[int, int, int]:
-        """Return how many copies of the model there are, ranks that shard one, and tensor ranks.
-
-        A product that is not ``world`` cannot be had.
-        """
-        rest = world // self.tp
-        shard = rest // max(1, self.replicate) if self.shard == -1 else self.shard
-        return self.replicate or rest // max(1, shard), shard, self.tp
+        """True if the run in ``--run-dir`` is resumed, so that its results stay."""
+        if self.resume is None:
+            return False
+        return find_run_dir(self.resume).resolve() == self.run_dir.resolve()
 
     @property
-    def world(self) -> int:
-        """The number of ranks: those of torchrun, or the fewest of a dry run without torchrun."""
-        fewest = self.smallest_world() if self.dry_run else 1
-        return int(os.environ.get("WORLD_SIZE", fewest))
+    def world_size(self) -> int:
+        """The number of ranks of torchrun, or the smallest one for a dry run without torchrun."""
+        if "WORLD_SIZE" in os.environ:
+            return int(os.environ["WORLD_SIZE"])
+        return self.smallest_world_size() if self.dry_run else 1
 
     @property
     def has_all_ranks(self) -> bool:
-        """Whether every rank of the run has a process; a dry run without torchrun has one."""
-        return "WORLD_SIZE" in os.environ or self.world == 1
+        """True if every rank of the run has a process. A dry run without torchrun has only one."""
+        return "WORLD_SIZE" in os.environ or self.world_size == 1
 
-    def smallest_world(self) -> int:
-        """Return the fewest ranks that these flags could be for."""
-        copies = self.replicate or (2 if self.comm_hook != "none" and abs(self.shard) == 1 else 1)
-        return copies * abs(self.shard) * self.tp
+    def smallest_world_size(self) -> int:
+        """Return the smallest number of ranks that these flags could be for."""
+        replicate = self.replicate
+        if replicate == 0:
+            needs_replicas = self.comm_hook != "none" and abs(self.shard) == 1
+            replicate = 2 if needs_replicas else 1
+        return replicate * abs(self.shard) * self.tp
 
-    def require_consistent(self, world: int) -> None:
-        """Refuse what does not fit together, or this number of ranks.
+    def mesh_shape(self, world_size: int) -> tuple[int, int, int]:
+        """Return the sizes of the mesh: replicas, shards of a replica, tensor-parallel ranks.
+
+        Their product differs from ``world_size`` if the flags do not fit.
+        """
+        data_ranks = world_size // self.tp
+        shard = self.shard
+        if shard == -1:
+            shard = data_ranks // max(1, self.replicate)
+        replicate = self.replicate or data_ranks // max(1, shard)
+        return replicate, shard, self.tp
+
+    def require_consistent(self, world_size: int) -> None:
+        """Refuse flags that contradict each other or this number of ranks.
 
         Raises:
-            UsageError: Naming the flag, what was given and what is allowed.
+            UsageError: The message names the flags, and the values that are allowed.
         """
-        replicate, shard, tp = self.layout(world)
+        replicate, shard, tp = self.mesh_shape(world_size)
         require(
-            min(replicate, shard) > 0 and replicate * shard * tp == world,
-            f"--replicate {self.replicate or replicate} --shard {self.shard} --tp {tp}: their "
-            f"product must be the number of ranks, which is {world} (torchrun --nproc-per-node)",
+            min(replicate, shard) > 0 and replicate * shard * tp == world_size,
+            f"--replicate {self.replicate or replicate} --shard {self.shard} --tp {tp}: the "
+            f"product of these flags must be the number of ranks, which is {world_size}. "
+            "torchrun --nproc-per-node sets that number.",
         )
-        fits = self.comm_hook == "none" or (world > 1 and tp == 1)
-        require(fits, f"--comm-hook {self.comm_hook}: it must be none on one rank, and with --tp")
-        if self.model == "gpt":
+        if self.comm_hook != "none":
             require(
-                not self.model_args,
-                f"--model-args {' '.join(self.model_args)}: gpt takes --layers, --heads, --d-model",
+                world_size > 1 and tp == 1,
+                f"--comm-hook {self.comm_hook}: a hook needs several ranks and does not work with "
+                "--tp. Leave it out.",
             )
-            d_model, heads = f"--d-model {self.d_model}", f"--heads {self.heads}"
-            require(self.d_model % self.heads == 0, f"{d_model}: it must be a multiple of {heads}")
-            require(self.heads % tp == 0, f"{heads}: it must be a multiple of --tp {tp}")
-        share = replicate * shard * self.accumulate
+        if self.model == "gpt":
+            self._require_gpt_shape()
+        ranks_and_microbatches = replicate * shard * self.accumulate
+        batch_size = self.global_batch_size
+        if batch_size % ranks_and_microbatches != 0:
+            enough = math.ceil(batch_size / ranks_and_microbatches) * ranks_and_microbatches
+            raise UsageError(
+                f"--global-batch-size {batch_size}: it must be a multiple of --replicate x "
+                f"--shard x --accumulate = {ranks_and_microbatches}, such as {enough}"
+            )
+
+    def _require_gpt_shape(self) -> None:
+        pairs = " ".join(self.model_args)
+        require(not pairs, f"--model-args {pairs}: gpt takes --layers, --heads, --d-model")
         require(
-            self.global_batch_size % share == 0,
-            f"--global-batch-size {self.global_batch_size}: it must be a multiple of --replicate x "
-            f"--shard x --accumulate = {share}, such as "
-            f"{math.ceil(self.global_batch_size / share) * share}",
+            self.d_model % self.heads == 0,
+            f"--d-model {self.d_model}: it must be a multiple of --heads {self.heads}",
         )
+        require(
+            self.heads % self.tp == 0,
+            f"--heads {self.heads}: it must be a multiple of --tp {self.tp}",
+        )
+
+
+def _read_level(path: Path) -> PrecisionLevel:
+    """Read the file of a precision level, which may have a table with precisions of modules."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    if entries.keys() | {"modules"} != {"level", "modules"}:
+        contents = ", ".join(entries) or "nothing"
+        raise ValueError(
+            f"the file contains {contents}. It must contain level, and may contain a table "
+            "[modules] that gives the modules of a pattern another precision."
+        )
+    modules = entries.get("modules", {})
+    return PrecisionLevel.from_name(entries["level"], module_precision=modules)
+
+
+# -- saved flags -----------------------------------------------------------------------------------
 
 
 def _upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -496,25 +534,30 @@ def _upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
     return flags_now
 
 
-def read_config(run: Path) -> Config:
+def read_config(run_dir: Path) -> Config:
     """Read the flags of a run.
 
     Raises:
         UsageError: There is no run in that folder.
     """
-    with convert_to_usage_error(
-        f"{run}: no run there, or none of this version", OSError, ValueError
-    ):
-        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        config = Config.model_validate(_upgrade(saved) if isinstance(saved, dict) else saved)
-    # Copies that the run has made, so that it needs nothing else.
-    tokenizer = config.tokenizer and run / "tokenizer.json"
-    has_rules = config.precision.endswith(".toml")
-    precision = str(run / "precision.toml") if has_rules else config.precision
-    return config.model_copy(update={"tokenizer": tokenizer, "precision": precision})
+    fault = f"{run_dir}: no run there, or none of this version"
+    with convert_to_usage_error(fault, OSError, ValueError):
+        saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        flags = _upgrade(saved) if isinstance(saved, dict) else saved
+        config = Config.model_validate(flags)
+    # The run has copies of these files, so the originals may be gone.
+    copies: dict[str, Any] = {}
+    if config.tokenizer is not None:
+        copies["tokenizer"] = run_dir / "tokenizer.json"
+    if config.precision.endswith(".toml"):
+        copies["precision"] = str(run_dir / "precision.toml")
+    return config.model_copy(update=copies)
 
 
-def flags(
+# -- the command line ------------------------------------------------------------------------------
+
+
+def collect_flags(
     *,
     model: _Model = _Model(),
     data: _Data = _Data(),
@@ -525,57 +568,82 @@ def flags(
 ) -> dict[str, Any]:
     """Train a model in mixed precision, on as many ranks as torchrun starts."""
     groups = (model, data, ranks, precision, optimizer, run)
+    # Flags that the user left out get their values from the run that is resumed.
     return dict(ChainMap(*(group.model_dump(exclude_unset=True) for group in groups)))
 
 
-COMMAND = make_app("launch/train.py", flags)
+COMMAND = make_app("launch/train.py", collect_flags)
+
+
+def _foreign_names() -> dict[str, str]:
+    """Return the names of flags in other programs, with the flag that has that meaning here."""
+    fields: dict[str, Any] = Config.model_fields
+    present_names: dict[str, str] = {}
+    for name, field in fields.items():
+        for foreign_name in field.json_schema_extra["foreign_names"].split():
+            present_names[foreign_name] = name
+    return present_names
 
 
 def parse(args: Sequence[str] | None = None) -> Config:
-    """Read the command line; where a run is resumed, its flags are the defaults.
+    """Read the command line. Flags of a resumed run are the defaults.
 
-    A run that torchrun has started again goes on from its own checkpoint.
+    A run that torchrun has restarted resumes from its newest checkpoint.
 
     Args:
-        args: None: those of the process.
+        args: The words of the command line. None takes the words of this process.
 
     Raises:
-        UsageError: It cannot be read, the run to go on from is not there, or another is in the way.
+        UsageError: A flag cannot be read, the run to resume does not exist, or the folder has
+            another run.
     """
-    known: dict[str, Any] = Config.model_fields
-    elsewhere = {
-        theirs: name
-        for name, field in known.items()
-        for theirs in field.json_schema_extra["elsewhere"].split()
-    }
-    given = run_app(COMMAND, args, elsewhere, RENAMED_FLAGS)
-    if given is None:  # --help has been printed
+    flags = run_app(COMMAND, args, _foreign_names(), RENAMED_FLAGS)
+    if flags is None:  # --help has been printed
         sys.exit()
-    config = Config(**given)
-    again = config.auto_resume or started_by_this_torchrun(config.run_dir)
-    resume = config.run_dir if again and list_checkpoints(config.run_dir) else config.resume
+    config = Config(**flags)
+    resume = config.resume
+    resumes_itself = config.auto_resume or started_by_this_torchrun(config.run_dir)
+    if resumes_itself and list_checkpoints(config.run_dir):
+        resume = config.run_dir
     if resume is not None:
-        run, checkpoint = find_checkpoint(resume, "--resume ")
-        old = read_config(run).model_dump() | {"overwrite": False, "auto_resume": False}
-        config = Config(**{**old, "run_dir": run, **given, "resume": checkpoint})
-        hint = f"{run} goes on with --optimizer {old['optimizer']} alone"
-        require(config.optimizer == old["optimizer"], f"--optimizer {config.optimizer}: {hint}")
-    unread = [name for name in _GPT_FLAGS if name in given and config.model != "gpt"]
+        config = _resume(resume, flags)
+    if config.model != "gpt":
+        _refuse_gpt_flags(config, flags)
+    # A run that was killed before its first checkpoint starts again in its folder.
+    if resumes_itself:
+        config = config.model_copy(update={"overwrite": True})
+    config.require_consistent(config.world_size)
+    _ = config.level  # A level file that cannot be read is refused here.
+    has_run = (config.run_dir / "metrics.jsonl").exists()
+    require(
+        config.resumes_in_place or config.overwrite or not has_run,
+        f"--run-dir {config.run_dir}: the folder has a run. Resume it with --resume "
+        f"{config.run_dir}, or replace it with --overwrite.",
+    )
+    return config
+
+
+def _resume(path: Path, flags: Mapping[str, Any]) -> Config:
+    """Return the flags of a saved run, with the flags of the command line in their place."""
+    run_dir, checkpoint = find_checkpoint(path, "--resume ")
+    merged = read_config(run_dir).model_dump()
+    saved_optimizer = merged["optimizer"]
+    merged |= {"overwrite": False, "auto_resume": False, "run_dir": run_dir}
+    merged |= {**flags, "resume": checkpoint}
+    config = Config(**merged)
+    require(
+        config.optimizer == saved_optimizer,
+        f"--optimizer {config.optimizer}: the run in {run_dir} can be resumed only with "
+        f"--optimizer {saved_optimizer}, which it was saved with.",
+    )
+    return config
+
+
+def _refuse_gpt_flags(config: Config, flags: Mapping[str, Any]) -> None:
+    unread = [f"{flag(name)} {flags[name]}" for name in _GPT_FLAGS if name in flags]
+    listed = " ".join(unread)
     require(
         not unread,
-        f"{' '.join(f'{flag(name)} {given[name]}' for name in unread)}: only the built-in gpt "
-        f"reads this, and --model is {config.model}. Leave it out, or give arguments of your "
-        "model by --model-args name=value.",
+        f"{listed}: only the built-in gpt reads this, and --model is {config.model}. Leave it "
+        "out, or give arguments of your model by --model-args name=value.",
     )
-    # A run that was killed before its first checkpoint starts again.
-    config = config.model_copy(update={"overwrite": config.overwrite or again})
-    config.require_consistent(config.world)
-    _ = config.level  # its file is read now, so that it is refused now
-    free = (
-        config.resumes_in_place
-        or config.overwrite
-        or not (config.run_dir / "metrics.jsonl").exists()
-    )
-    hint = f"--resume {config.run_dir} goes on with it, --overwrite starts again"
-    require(free, f"--run-dir {config.run_dir}: it has a run; {hint}")
-    return config

@@ -93,7 +93,7 @@ class Layout:
         """Lay out the ranks of the default group as the flags ask."""
         if not dist.is_initialized():
             return cls()
-        shape = config.layout(dist.get_world_size())
+        shape = config.mesh_shape(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
         return cls(dist.get_rank(), dist.get_world_size(), *shape, mesh)
 

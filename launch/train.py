@@ -96,7 +96,7 @@ def start_steps(config: Config) -> list[str]:
 
 def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
     """Return the report of a dry run, with the steps that were done and the checks left out."""
-    ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     train_size, held_out_size = len(data.train), len(data.held_out)
     lines = [f"The dry run found no fault: these flags can run on {ranks}."]
     sizes = f"{train_size:,} examples and {held_out_size:,} held-out examples"
@@ -107,8 +107,8 @@ def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
     lines.append(f"It wrote nothing, and did not test whether {folder} can be written to.")
     if not config.has_all_ranks:
         lines.append(
-            f"It ran in one process. Start it with torchrun --nproc-per-node {config.world} to "
-            "also check DDP, sharding, communication hooks, initialize on the wrapped model and "
+            "It ran in one process. Start it with torchrun --nproc-per-node "
+            f"{config.world_size} to also check DDP, sharding, communication hooks, initialize on the wrapped model and "
             "the checkpoint of --resume."
         )
     return "\n".join(lines)

@@ -121,9 +121,9 @@ def test_restart_goes_on_with_its_own_run_and_leaves_others_alone(text, tmp_path
         ("MASTER_PORT", str(store.port)),
     ):
         monkeypatch.setenv(name, value)
-    assert "it has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
+    assert "the folder has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
     jobs.train(tmp_path / "own", args)
-    assert "it has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
+    assert "the folder has a run" in jobs.refusal(*args, "--run-dir", tmp_path / "other")
     assert jobs.records(tmp_path / "other") == rows
     # Without a checkpoint it starts again, with one it goes on.
     saved = jobs.train(tmp_path / "own", (*args, "--keep-checkpoints", 1))
