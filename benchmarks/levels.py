@@ -33,7 +33,7 @@ from distamp import cast_model, initialize
 from distamp.levels import Amp
 from distamp.scaler import DynamicLossScale
 from launch.config import Config
-from launch.data import load_data, order
+from launch.data import batch_indices, load_data
 from launch.model import GPT
 from tests.ranks import RankPool
 
@@ -78,7 +78,7 @@ def gpt(batch: int = 8) -> Task:
     data = load_data(config)
 
     def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
-        places = next(order(len(data.train), seed, step * batch, batch))
+        places = next(batch_indices(len(data.train), seed, step * batch, batch))
         inputs, targets = default_collate([data.train[place] for place in places])
         return inputs, targets
 

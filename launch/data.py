@@ -1,4 +1,4 @@
-"""What is trained on: bytes, tokens or datasets of the user's own, and which example comes when."""
+"""Data sets for training: bytes of text, tokens, or the user's own, in a reproducible order."""
 
 import functools
 import hashlib
@@ -7,7 +7,7 @@ import itertools
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,78 +23,94 @@ from launch.config import Config
 from launch.program import convert_to_usage_error, die_with_parent, import_object, require
 
 Tokens = np.ndarray[Any, Any]
-# What distributions put among the standard library, and what they leave out of it.
+# Folders that some distributions put into the standard library, and others leave out.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-# Which entry of an example that is a dict is its target.
-_TARGETS = ("labels", "label", "targets", "target")
+# Keys under which an example that is a dict may have its target.
+_TARGET_KEYS = ("labels", "label", "targets", "target")
 
 
 @dataclass(frozen=True, eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text; the target of each token is the token that follows it.
+    """Windows of a text. The target of each token is the token that follows it.
 
     Attributes:
         tokens: 1-D integers, in memory or memory-mapped.
-        block: Tokens in a window.
+        seq_len: Number of tokens in a window.
     """
 
     tokens: Tokens
-    block: int
+    seq_len: int
 
     def __len__(self) -> int:
-        return int(max(0, len(self.tokens) - 1) // self.block)
+        num_targets = max(0, len(self.tokens) - 1)
+        return int(num_targets // self.seq_len)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self.block
-        window = torch.from_numpy(self.tokens[start : start + self.block + 1].astype(np.int64))
+        start = index * self.seq_len
+        end = start + self.seq_len + 1
+        window = torch.from_numpy(self.tokens[start:end].astype(np.int64))
         return window[:-1], window[1:]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples, one after the other in each tensor.
+    """Examples that are stacked in each tensor.
 
     Attributes:
-        inputs: What the model is called with, by position.
-        named: The same by name.
-        targets: What it should return.
+        inputs: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        targets: The targets of the examples.
     """
 
     inputs: tuple[Any, ...]
-    named: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
     targets: Tensor
 
     @classmethod
-    def of(cls, collated: Any, device: torch.device) -> Self:
-        """Tell inputs and targets apart, and move them; the copy is not waited for.
+    def from_collated(cls, collated: Any, device: torch.device) -> Self:
+        """Separate inputs from targets and start to copy them to a device.
 
-        The target is the last entry of a tuple or a named tuple, and ``labels``, ``label``,
-        ``targets`` or ``target`` of a dict. One input is handed over by position, and several of a
-        dict by name.
+        The target is the last entry of a tuple, or the entry ``labels``, ``label``, ``targets`` or
+        ``target`` of a dict. A single input is passed to the model by position, and several inputs
+        of a dict by name.
 
         Raises:
-            UsageError: They are no such examples.
+            UsageError: The examples have no such target.
         """
-        collated = tree_map_only(Tensor, lambda each: each.to(device, non_blocking=True), collated)
-        if isinstance(collated, Mapping):
-            name = next((name for name in _TARGETS if name in collated), None)
-            require(name, f"--data: an example has {', '.join(collated)}; call its target 'labels'")
-            inputs = {key: value for key, value in collated.items() if key != name}
-            one = len(inputs) == 1
-            return cls(tuple(inputs.values()) if one else (), {} if one else inputs, collated[name])
-        pair = isinstance(collated, list | tuple) and len(collated) > 1
-        require(pair, "--data: an example must be (input, target), or a dict with 'labels'")
-        return cls((*collated[:-1],), {}, collated[-1])
+        on_device = tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), collated)
+        if isinstance(on_device, Mapping):
+            return cls._from_mapping(on_device)
+        is_sequence = isinstance(on_device, list | tuple)
+        require(
+            is_sequence and len(on_device) > 1,
+            "--data: an example must be (input, target), or a dict with 'labels'",
+        )
+        *inputs, targets = on_device
+        return cls(tuple(inputs), {}, targets)
+
+    @classmethod
+    def _from_mapping(cls, collated: Mapping[str, Any]) -> Self:
+        inputs = dict(collated)
+        for key in _TARGET_KEYS:
+            if key in inputs:
+                targets = inputs.pop(key)
+                break
+        else:
+            keys = ", ".join(collated)
+            require(False, f"--data: an example has {keys}. Name its target 'labels'.")
+        if len(inputs) == 1:
+            return cls(tuple(inputs.values()), {}, targets)
+        return cls((), inputs, targets)
 
 
 @dataclass(frozen=True)
-class Text:
-    """How text becomes tokens and tokens text.
+class TextCodec:
+    """A conversion between text and tokens.
 
     Attributes:
-        classes: How many tokens there are.
-        encode: From a str to a list of tokens.
-        decode: Back.
+        classes: Number of different tokens.
+        encode: Converts a str to a list of tokens.
+        decode: Converts a list of tokens to a str.
     """
 
     classes: int
@@ -104,188 +120,256 @@ class Text:
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on, and held-out ones.
+    """A data set to train on, and a held-out one.
 
     Attributes:
-        name: What it is, for people.
-        train: What is trained on: a dataset of examples, which `Batch.of` takes apart.
-        held_out: What is not.
-        classes: How many classes, or tokens, there are to choose from.
-        text: How its tokens are text, where that is known.
+        name: A name for the user.
+        train: The data set to train on. `Batch.from_collated` describes its examples.
+        held_out: The data set for evaluations.
+        classes: Number of classes or tokens that a target can be.
+        text: The conversion between its tokens and text, or None if it is unknown.
     """
 
     name: str
     train: Any
     held_out: Any
     classes: int
-    text: Text | None = None
+    text: TextCodec | None = None
 
-    def first(self, device: torch.device) -> Batch:
-        """Return a batch of the first example: what a batch looks like."""
-        # A run that goes on draws the numbers of one that did not stop.
+    def first_batch(self, device: torch.device) -> Batch:
+        """Return a batch of the first example, for the shapes and dtypes of a batch."""
+        # The example may draw random numbers, and a resumed run must draw the same ones.
         with torch.random.fork_rng([]):
-            return Batch.of(default_collate([self.train[0]]), device)
+            collated = default_collate([self.train[0]])
+        return Batch.from_collated(collated, device)
+
+
+# -- the order of the examples ---------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=2)
-def _shuffled(length: int, seed: int, epoch: int) -> Tensor:
-    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+def _shuffle(length: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator()
+    generator.manual_seed((seed << 20) + epoch)
     return torch.randperm(length, generator=generator)
 
 
-def order(
-    length: int, seed: int, position: int, count: int, rank: int = 0, world: int = 1
+def batch_indices(
+    length: int, seed: int, position: int, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[list[int]]:
-    """Yield the examples of a rank's microbatches, from a position on: every epoch another shuffle.
+    """Yield the indices of the examples in each microbatch of a rank, in a new order every epoch.
 
-    The order is a function of the seed alone, so that one integer, how many examples all ranks
-    have read, is the whole state, and means the same on any number of ranks.
+    The order depends only on the seed. The whole state of the data is therefore one integer: the
+    number of examples that all ranks have read. It has the same meaning on any number of ranks.
 
     Args:
-        length: Examples in an epoch.
-        seed: Fixes the order.
-        position: Examples read before, over all ranks.
-        count: Examples in one microbatch of one rank.
-        rank: This rank among those that read different examples.
-        world: How many of those there are.
+        length: Number of examples in an epoch.
+        seed: Seed of the order.
+        position: Number of examples that all ranks have read before.
+        batch_size: Number of examples in one microbatch of one rank.
+        rank: This rank, among the ranks that read different examples.
+        world_size: Number of ranks that read different examples.
     """
-    for start in itertools.count(position + rank * count, world * count):
-        places = (divmod(place, length) for place in range(start, start + count))
-        yield [int(_shuffled(length, seed, epoch)[place]) for epoch, place in places]
+    first = position + rank * batch_size
+    for start in itertools.count(first, world_size * batch_size):
+        indices: list[int] = []
+        for place in range(start, start + batch_size):
+            epoch, index = divmod(place, length)
+            indices.append(int(_shuffle(length, seed, epoch)[index]))
+        yield indices
 
 
-def batches(
-    examples: Any, chosen: Iterable[list[int]], device: torch.device, workers: int = 0
+def load_batches(
+    examples: Any, indices: Iterable[list[int]], device: torch.device, workers: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of chosen examples on a device."""
+    """Yield the batches of these indices on a device."""
     loader: Any = DataLoader(
         examples,
-        batch_sampler=chosen,
+        batch_sampler=indices,
         num_workers=workers,
         worker_init_fn=die_with_parent,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else it draws from the one that dropout goes on with
+        # By default the loader draws from the generator that dropout uses.
+        generator=torch.Generator(),
     )
-    return (Batch.of(collated, device) for collated in loader)
+    return (Batch.from_collated(collated, device) for collated in loader)
 
 
-# -- what --data names -----------------------------------------------------------------------------
+# -- the sources of --data -------------------------------------------------------------------------
 
 
 def load_data(config: Config) -> Data:
-    """Read what ``--data`` names.
+    """Read the data of ``--data``.
 
     Raises:
-        UsageError: There is nothing to read, or too little.
+        UsageError: The data cannot be read, or are too few.
     """
-    named = f"--data {config.data}"
     path = None if config.data is None else Path(config.data)
-    with convert_to_usage_error(f"{named}: cannot read it", OSError, ValueError, TypeError):
-        if path is not None and not path.exists():
-            data = _own(config.data or "")
-        elif path is not None and (path.suffix == ".bin" or (path / "train.bin").exists()):
-            data = _tokens(path, config)
+    subject = f"--data {config.data}: cannot read it"
+    with convert_to_usage_error(subject, OSError, ValueError, TypeError):
+        if path is None:
+            data = _load_standard_library(config)
+        elif not path.exists():
+            data = _load_from_function(str(config.data))
+        elif path.suffix == ".bin" or (path / "train.bin").exists():
+            data = _load_token_files(path, config)
         else:
-            data = _text(path, config)
-        train, held_out = len(data.train), len(data.held_out)
-    sizes = f"{data.name} has {train} examples to train on, {held_out} held out"
-    batch = config.global_batch_size
-    needed = f"--global-batch-size {batch} needs {batch} examples of --seq-len {config.seq_len}"
+            data = _load_text(path, config)
+    batch_size = config.global_batch_size
+    train_size = len(data.train)
+    held_out_size = len(data.held_out)
     require(
-        train >= batch and held_out > 0,
-        f"--data: {sizes}. {needed} to train on, and 1 held-out example. Make a flag smaller.",
+        train_size >= batch_size and held_out_size > 0,
+        f"--data: {data.name} has {train_size} examples to train on, {held_out_size} held out. "
+        f"--global-batch-size {batch_size} needs {batch_size} examples of --seq-len "
+        f"{config.seq_len} to train on, and 1 held-out example. Make a flag smaller.",
     )
     return data
 
 
-def _own(name: str) -> Data:
-    """Call a function of the user's own."""
+def _load_from_function(name: str) -> Data:
+    """Call a function of the user."""
     require(":" in name, f"--data {name}: no such file or folder")
-    returned = import_object("--data", name)()
-    right = isinstance(returned, tuple) and len(returned) == 3
-    require(right, f"--data {name}: it must return (train, held out, number of classes)")
-    return Data(name, *returned)
+    result = import_object("--data", name)()
+    require(
+        isinstance(result, tuple) and len(result) == 3,
+        f"--data {name}: it must return (train, held out, number of classes)",
+    )
+    return Data(name, *result)
 
 
-def _tokens(path: Path, config: Config) -> Data:
-    """Map nanoGPT's files, which are tokens and nothing else; whose they are, --tokenizer says."""
-    files = [file for file in (path, path / "train.bin", path / "val.bin") if file.is_file()]
-    parts = [np.memmap(file, config.token_dtype, "r") for file in files]
-    train, held_out = parts if len(parts) > 1 else _split(parts[0])
-    text = load_text_codec(config.tokenizer) if config.tokenizer else None
-    classes = text.classes if text else 1 + max(int(p.max(initial=0)) for p in (train, held_out))
-    windows = Windows(train, config.seq_len), Windows(held_out, config.seq_len)
-    return Data(str(path), *windows, classes, text)
+def _load_token_files(path: Path, config: Config) -> Data:
+    """Map the files of nanoGPT, which contain tokens only.
 
-
-def _text(path: Path | None, config: Config) -> Data:
-    """Read a text, a folder of texts, or Python's standard library."""
-    if path is None:
-        name = f"the Python {platform.python_version()} library"
-        content = _joined(Path(sysconfig.get_path("stdlib")), ".py", without=_NOT_STDLIB)
+    The tokenizer of the tokens is that of ``--tokenizer``, if any.
+    """
+    if path.is_file():
+        train, held_out = _split(np.memmap(path, config.token_dtype, "r"))
+    elif (path / "val.bin").is_file():
+        train = np.memmap(path / "train.bin", config.token_dtype, "r")
+        held_out = np.memmap(path / "val.bin", config.token_dtype, "r")
     else:
-        name, content = str(path), path.read_bytes() if path.is_file() else _joined(path)
+        train, held_out = _split(np.memmap(path / "train.bin", config.token_dtype, "r"))
+    codec = None
+    if config.tokenizer is not None:
+        codec = load_text_codec(config.tokenizer)
+        classes = codec.classes
+    else:
+        largest_token = max(train.max(initial=0), held_out.max(initial=0))
+        classes = 1 + int(largest_token)
+    return _make_text_data(str(path), train, held_out, config.seq_len, classes, codec)
+
+
+def _load_standard_library(config: Config) -> Data:
+    """Read the source of Python's standard library."""
+    name = f"the Python {platform.python_version()} library"
+    content = _join_files(Path(sysconfig.get_path("stdlib")), ".py", _NOT_STDLIB)
+    return _encode_text(name, content, config)
+
+
+def _load_text(path: Path, config: Config) -> Data:
+    """Read a text, or a folder of texts."""
+    content = path.read_bytes() if path.is_file() else _join_files(path)
+    return _encode_text(str(path), content, config)
+
+
+def _encode_text(name: str, content: bytes, config: Config) -> Data:
     require(content, f"--data {name}: no text in it")
-    text = load_text_codec(config.tokenizer)
-    train, held_out = _split(_encoded(content, config.tokenizer, text))
-    windows = Windows(train, config.seq_len), Windows(held_out, config.seq_len)
-    return Data(name, *windows, text.classes, text)
+    codec = load_text_codec(config.tokenizer)
+    if config.tokenizer is None:
+        tokens: Tokens = np.frombuffer(content, np.uint8)
+    else:
+        tokens = _tokenize_once(content, config.tokenizer, codec)
+    train, held_out = _split(tokens)
+    return _make_text_data(name, train, held_out, config.seq_len, codec.classes, codec)
+
+
+def _make_text_data(
+    name: str,
+    train: Tokens,
+    held_out: Tokens,
+    seq_len: int,
+    classes: int,
+    codec: TextCodec | None,
+) -> Data:
+    return Data(name, Windows(train, seq_len), Windows(held_out, seq_len), classes, codec)
 
 
 def _split(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    cut = len(tokens) - len(tokens) // 10
-    return tokens[:cut], tokens[cut:]
+    """Hold out the last tenth."""
+    num_train = len(tokens) - len(tokens) // 10
+    return tokens[:num_train], tokens[num_train:]
 
 
-def load_text_codec(tokenizer: Path | None) -> Text:
-    """Return how a tokenizer.json reads text; without one, each byte is a token.
+def load_text_codec(tokenizer: Path | None) -> TextCodec:
+    """Return the text conversion of a tokenizer.json; without one, each byte is a token.
 
     Raises:
-        UsageError: It cannot be read.
+        UsageError: The file cannot be read.
     """
     if tokenizer is None:
-        return Text(
-            classes=256,
-            encode=lambda text: list(text.encode()),
-            decode=lambda tokens: bytes(tokens).decode(errors="replace"),
-        )
-    with convert_to_usage_error(
-        "--tokenizer: pip install -e '.[hf]' brings tokenizers", ImportError
-    ):
+        return TextCodec(256, _encode_bytes, _decode_bytes)
+    hint = "--tokenizer: pip install -e '.[hf]' brings tokenizers"
+    with convert_to_usage_error(hint, ImportError):
         tokenizers: Any = importlib.import_module("tokenizers")
-    with convert_to_usage_error(f"--tokenizer {tokenizer}", Exception):  # it raises no other class
-        read = tokenizers.Tokenizer.from_file(str(tokenizer))
-    return Text(read.get_vocab_size(), lambda text: list(read.encode(text).ids), read.decode)
+    # The tokenizers package raises plain Exception.
+    with convert_to_usage_error(f"--tokenizer {tokenizer}", Exception):
+        loaded = tokenizers.Tokenizer.from_file(str(tokenizer))
+    classes = loaded.get_vocab_size()
+    return TextCodec(classes, lambda text: list(loaded.encode(text).ids), loaded.decode)
 
 
-def _encoded(content: bytes, tokenizer: Path | None, text: Text) -> Tokens:
-    """Return the tokens of texts; a tokenizer's are kept, by the first process that makes them."""
-    if tokenizer is None:
-        return np.frombuffer(content, np.uint8)
+def _encode_bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _decode_bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def _tokenize_once(content: bytes, tokenizer: Path, codec: TextCodec) -> Tokens:
+    """Return the tokens of a text from the cache; the first process puts them there."""
     digest = hashlib.sha256(tokenizer.read_bytes() + b"\0" + content).hexdigest()[:32]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     path = cache / "distamp" / "tokens" / f"{digest}.bin"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # the others wait
+    # Other processes wait here until the tokens are written.
+    with FileLock(path.with_suffix(".lock")):
         if not path.exists():
-            tokens = np.array(text.encode(content.decode(errors="replace")), np.uint32)
-            tokens.tofile(path.with_suffix(".partial"))
-            path.with_suffix(".partial").replace(path)
+            text = content.decode(errors="replace")
+            partial = path.with_suffix(".partial")
+            np.array(codec.encode(text), np.uint32).tofile(partial)
+            partial.replace(path)
     return np.memmap(path, np.uint32, "r")
 
 
-def _joined(root: Path, suffix: str = "", without: Iterable[str] = ()) -> bytes:
-    """Join the texts of a folder in an order that their names alone decide, and that mixes folders.
+def _join_files(root: Path, suffix: str = "", excluded_folders: Collection[str] = ()) -> bytes:
+    """Join the texts of a folder in an order that mixes its folders and depends on names only.
 
-    Hidden files, what is there twice, and binary files are left out; git's own sign of those is a
-    zero among their first bytes.
+    Hidden files, second copies of a text and binary files are left out. Git recognises a binary
+    file in the same way, by a zero among its first bytes.
     """
-    names: list[Path] = []
+    paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in without and name[0] != "."]
-        shown = [name for name in files if name.endswith(suffix) and name[0] != "."]
-        names += [Path(folder, name).relative_to(root) for name in shown]
-    names.sort(key=lambda name: hashlib.sha256(str(name).encode(errors="replace")).digest())
-    contents = [(root / name).read_bytes() for name in names if (root / name).is_file()]
-    texts = (content for content in contents if content.strip() and b"\0" not in content[:8000])
-    return b"\0".join(dict.fromkeys(texts))
+        # os.walk visits only the folders that are left in this list.
+        subfolders[:] = [name for name in subfolders if name not in excluded_folders]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in files:
+            if name.endswith(suffix) and not name.startswith("."):
+                paths.append(Path(folder, name).relative_to(root))
+    paths.sort(key=_name_digest)
+    # A dict keeps the first copy of each text, in order.
+    texts: dict[bytes, None] = {}
+    for path in paths:
+        if not (root / path).is_file():
+            continue
+        text = (root / path).read_bytes()
+        is_binary = b"\0" in text[:8000]
+        if text.strip() and not is_binary:
+            texts[text] = None
+    return b"\0".join(texts)
+
+
+def _name_digest(path: Path) -> bytes:
+    name = str(path).encode(errors="replace")
+    return hashlib.sha256(name).digest()

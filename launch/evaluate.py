@@ -9,7 +9,7 @@ from cyclopts.types import NonNegativeInt
 
 from launch.checkpoint import load_run
 from launch.config import read_config
-from launch.data import batches, load_data
+from launch.data import load_batches, load_data
 from launch.folder import find_run_dir, read_data_json
 from launch.job import Job
 from launch.model import loss_function, mean_cross_entropy
@@ -36,9 +36,9 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
     order = [share or chosen[:1] for share in shares]
     # Of the loss, of right answers, and of examples; the host waits for none of them.
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
-    for share, batch in zip(shares, batches(held_out, order, job.device), strict=True):
+    for share, batch in zip(shares, load_batches(held_out, order, job.device), strict=True):
         with job.amp.autocast():
-            outputs = job.model(*batch.inputs, **batch.named)
+            outputs = job.model(*batch.inputs, **batch.kwargs)
         sums[0] += len(share) * loss(outputs, batch.targets)
         if classifies:
             sums[1] += len(share) * (outputs.argmax(-1) == batch.targets).double().mean()

@@ -221,7 +221,7 @@ def format_steps(number: int) -> str:
 
 def count_targets(data: Data) -> int:
     """Return how many targets one example has: of a text, its tokens; of values, one."""
-    targets = data.first(torch.device("cpu")).targets
+    targets = data.first_batch(torch.device("cpu")).targets
     return 1 if targets.is_floating_point() else targets.numel()
 
 

@@ -209,8 +209,8 @@ def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> 
     ids = None if device.type == "cpu" else [device.index]
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     wrapped.eval()  # so that no statistics move, and no random numbers are drawn
-    batch = data.first(device)
-    wrapped(*batch.inputs, **batch.named).float().sum().backward()
+    batch = data.first_batch(device)
+    wrapped(*batch.inputs, **batch.kwargs).float().sum().backward()
     idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     fault = f"--model: {', '.join(idle)} take no part in what it returns, and DDP waits for them"
     require(not idle, f"{fault}; freeze them (requires_grad_(False)), or take --shard")

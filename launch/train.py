@@ -22,7 +22,7 @@ from distamp.errors import NonFiniteGradientsError
 from distamp.report import StepReplay
 from launch.checkpoint import Checkpoints
 from launch.config import Config, parse, to_seconds
-from launch.data import Batch, Data, batches, load_data, order
+from launch.data import Batch, Data, batch_indices, load_batches, load_data
 from launch.evaluate import evaluate
 from launch.job import Job, make_job, try_start
 from launch.metrics import Metrics
@@ -108,8 +108,8 @@ def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
     if not config.has_all_ranks:
         lines.append(
             "It ran in one process. Start it with torchrun --nproc-per-node "
-            f"{config.world_size} to also check DDP, sharding, communication hooks, initialize on the wrapped model and "
-            "the checkpoint of --resume."
+            f"{config.world_size} to also check DDP, sharding, communication hooks, initialize on "
+            "the wrapped model and the checkpoint of --resume."
         )
     return "\n".join(lines)
 
@@ -123,8 +123,10 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: Stop
     if config.on_nonfinite == "report":
         replay = StepReplay(job.model).attach(amp.scaler)
     ranks = layout.data_rank, layout.data_world_size
-    chosen = order(len(examples), config.seed, progress.position, job.microbatch_size, *ranks)
-    source = batches(examples, chosen, job.device, config.workers)
+    chosen = batch_indices(
+        len(examples), config.seed, progress.position, job.microbatch_size, *ranks
+    )
+    source = load_batches(examples, chosen, job.device, config.workers)
     ended = ""
     if progress.step == 0:
         metrics.note({"step": 0, **evaluate(job, config.eval_examples)})
@@ -183,7 +185,7 @@ def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
     for number, batch in enumerate(microbatches, 1):
         with nullcontext() if number == len(microbatches) else job.amp.no_sync():
             with job.amp.autocast():
-                outputs = job.model(*batch.inputs, **batch.named)
+                outputs = job.model(*batch.inputs, **batch.kwargs)
             loss = loss_function(job.model)(outputs, batch.targets) / len(microbatches)
             job.amp.backward(loss)
         total += loss.detach()

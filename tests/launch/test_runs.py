@@ -18,7 +18,7 @@ from distamp import initialize
 from launch import compare, evaluate, sample
 from launch.checkpoint import load_run
 from launch.config import Config, parse, read_config
-from launch.data import Batch, Data, load_data, order
+from launch.data import Batch, Data, batch_indices, load_data
 from launch.folder import list_checkpoints
 from launch.job import Job
 from launch.model import find_blocks
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("launch runs")
 
 
 def test_every_epoch_reads_each_example_once_and_in_another_order():
-    batches = order(10, 0, 0, 10)
+    batches = batch_indices(10, 0, 0, 10)
     first, second = next(batches), next(batches)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
@@ -147,7 +147,7 @@ def test_model_of_a_folder_has_its_weights_and_else_new_ones(text, tmp_path):
     config.save_pretrained(tmp_path / "bare")
     first = ("--data", text, *SHORT, "--steps", 1, "--keep-checkpoints", 0, "--model")
     data = load_data(Config(data=str(text), seq_len=16))
-    tokens, targets = data.train[next(order(len(data.train), 0, 0, 8))[0]]
+    tokens, targets = data.train[next(batch_indices(len(data.train), 0, 0, 8))[0]]
     expected = nn.functional.cross_entropy(model(tokens[None]).logits[0], targets).item()
     for kind in ("whole", "bare"):
         rows = jobs.train(
@@ -403,7 +403,7 @@ def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
 def test_examples_without_a_target_are_refused():
     for example in (IMAGES[0], {"image": IMAGES[0], "class": 1}, [IMAGES[0]]):
         with pytest.raises(Exception, match="an example"):
-            Batch.of(default_collate([example]), CPU)
+            Batch.from_collated(default_collate([example]), CPU)
 
 
 def judged(length: int) -> dict[str, float]:
