@@ -1,1 +1,1 @@
-"""A training job that people can read in an hour, and copy: ``torchrun launch/train.py``."""
+"""A training job to read and to copy: ``torchrun launch/train.py``."""

@@ -1,4 +1,4 @@
-"""Runs over each other: ``python -m launch.compare runs/fp32 runs/fp16 --out both.png``."""
+"""Compare runs in a table and a picture: ``python -m launch.compare runs/fp32 runs/fp16``."""
 
 import statistics
 from pathlib import Path
@@ -10,41 +10,53 @@ from launch.config import read_config
 from launch.metrics import draw_figure, read_records
 from launch.program import flag, make_main, require
 
+# Flags that differ between any two runs.
+_FLAGS_OF_EACH_RUN = {"run_dir", "resume", "overwrite"}
 
-def _outcome(run: Path) -> dict[str, str]:
-    rows = read_records(run)
-    steps = [row for row in rows if "loss" in row]
+
+def _summarize(run: Path) -> dict[str, str]:
+    """Return the results of a run as text, by their names in the table."""
+    steps = []
+    evaluations = []
+    for record in read_records(run):
+        if "loss" in record:
+            steps.append(record)
+        if "validation_loss" in record:
+            evaluations.append(record)
     require(steps, f"{run}: it has no step yet")
-    last, held_out = steps[-1], [row["validation_loss"] for row in rows if "validation_loss" in row]
+    last = steps[-1]
+    speed = statistics.median(record["tokens_per_second"] for record in steps)
+    validation_loss = "-"
+    if evaluations:
+        validation_loss = f"{evaluations[-1]['validation_loss']:.4f}"
     return {
         "step": str(last["step"]),
         "loss": f"{last['loss']:.4f}",
-        "validation loss": f"{held_out[-1]:.4f}" if held_out else "-",
+        "validation loss": validation_loss,
         "loss scale": f"{last['loss_scale']:g}" if "loss_scale" in last else "-",
         "skipped steps": str(last["skipped"]),
-        "tokens/s": f"{statistics.median(row['tokens_per_second'] for row in steps):,.0f}",
+        "tokens/s": f"{speed:,.0f}",
     }
 
 
-def compare_runs(first: Path, second: Path, /, *others: Path, out: Path | None = None) -> None:
-    """Print what runs came to, and which of their flags differ.
+def compare_runs(first: Path, second: Path, /, *more_runs: Path, out: Path | None = None) -> None:
+    """Print the results of runs and the flags that differ between them.
 
     Args:
-        first: The folder of a run.
-        second: Of another one.
-        others: Of more.
-        out: A picture to draw, such as both.png.
+        first: Folder of a run.
+        second: Folder of another run.
+        more_runs: Folders of more runs.
+        out: File for a picture of all runs, such as both.png.
     """
-    runs = [first, second, *others]
+    runs = [first, second, *more_runs]
     table = Table("", *(run.name for run in runs))
-    outcomes = [_outcome(run) for run in runs]
-    for name in outcomes[0]:
-        table.add_row(name, *(outcome[name] for outcome in outcomes))
+    summaries = [_summarize(run) for run in runs]
+    for name in summaries[0]:
+        table.add_row(name, *(summary[name] for summary in summaries))
     table.add_section()
-    left_out = {"run_dir", "resume", "overwrite"}
-    flags = [read_config(run).model_dump(exclude=left_out) for run in runs]
+    flags = [read_config(run).model_dump(exclude=_FLAGS_OF_EACH_RUN) for run in runs]
     for name in flags[0]:
-        values = [str(each[name]) for each in flags]
+        values = [str(flags_of_run[name]) for flags_of_run in flags]
         if len(set(values)) > 1:
             table.add_row(flag(name), *values)
     Console().print(table)

@@ -1,6 +1,7 @@
-"""The loss of a model on held-out examples: ``python -m launch.evaluate runs/latest``."""
+"""Evaluate a run on held-out examples: ``python -m launch.evaluate runs/latest``."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,51 +19,72 @@ from launch.program import make_main
 
 @torch.no_grad()
 def evaluate(job: Job, examples: int) -> dict[str, float]:
-    """Return the mean loss over held-out examples, shared among the ranks.
+    """Return the mean loss over held-out examples, which the ranks divide among them.
+
+    Collective: every rank must call this.
 
     Args:
-        job: A model, as it is called, and its data.
-        examples: How many to read at most, spread evenly over those there are.
+        job: The run.
+        examples: The largest number of examples, spread evenly over the held-out data.
     """
     job.model.eval()
-    layout, held_out, count = job.layout, job.data.held_out, job.microbatch_size
-    loss, classifies = loss_function(job.model), loss_function(job.model) is mean_cross_entropy
-    length, world = min(examples, len(held_out)), layout.data_world_size
-    chosen = [place * len(held_out) // length for place in range(length)]
-    own = chosen[layout.data_rank :: world]
-    shares = [own[start : start + count] for start in range(0, -(-length // world), count)]
-    # A sharded model needs every rank in each pass: one that has run out repeats an example, and
-    # counts it for nothing.
-    order = [share or chosen[:1] for share in shares]
-    # Of the loss, of right answers, and of examples; the host waits for none of them.
-    sums = torch.zeros(3, dtype=torch.float64, device=job.device)
-    for share, batch in zip(shares, load_batches(held_out, order, job.device), strict=True):
+    layout, held_out = job.layout, job.data.held_out
+    compute_loss = loss_function(job.model)
+    is_classifier = compute_loss is mean_cross_entropy
+    count = min(examples, len(held_out))
+    indices = [position * len(held_out) // count for position in range(count)]
+    rank_indices = indices[layout.data_rank :: layout.data_world_size]
+    most_per_rank = math.ceil(count / layout.data_world_size)
+    counted_batches: list[Sequence[int]] = []
+    loaded_batches: list[list[int]] = []
+    for start in range(0, most_per_rank, job.microbatch_size):
+        batch_indices = rank_indices[start : start + job.microbatch_size]
+        counted_batches.append(batch_indices)
+        # A sharded model needs every rank in each pass. A rank without examples repeats one, and
+        # counts it zero times.
+        loaded_batches.append(batch_indices or indices[:1])
+
+    # The sums stay on the device until the end, so that the host does not wait for each batch.
+    loss_sum, num_correct, num_examples = torch.zeros(3, dtype=torch.float64, device=job.device)
+    batches = load_batches(held_out, loaded_batches, job.device)
+    for counted, batch in zip(counted_batches, batches, strict=True):
         with job.amp.autocast():
             outputs = job.model(*batch.inputs, **batch.kwargs)
-        sums[0] += len(share) * loss(outputs, batch.targets)
-        if classifies:
-            sums[1] += len(share) * (outputs.argmax(-1) == batch.targets).double().mean()
-        sums[2] += len(share)
-    loss_sum, right_sum, counted = layout.sum(*sums)
-    measured = {"validation_loss": loss_sum / counted}
-    if job.data.text is not None and job.config.tokenizer is None:  # each token is a byte
-        measured["bits_per_byte"] = loss_sum / counted / math.log(2)
-    return measured | ({"accuracy": right_sum / counted} if classifies else {})
+        loss_sum += len(counted) * compute_loss(outputs, batch.targets)
+        if is_classifier:
+            is_correct = outputs.argmax(-1) == batch.targets
+            num_correct += len(counted) * is_correct.double().mean()
+        num_examples += len(counted)
+    totals = layout.all_reduce_sum(loss_sum, num_correct, num_examples)
+    mean_loss = totals[0] / totals[2]
+    results = {"validation_loss": mean_loss}
+    is_bytes = job.data.text is not None and job.config.tokenizer is None
+    if is_bytes:
+        results["bits_per_byte"] = mean_loss / math.log(2)
+    if is_classifier:
+        results["accuracy"] = totals[1] / totals[2]
+    return results
 
 
 def evaluate_run(run: Path, /, *, data: str | None = None, examples: NonNegativeInt = 0) -> None:
     """Print the loss of a run's newest checkpoint on held-out examples.
 
     Args:
-        run: The folder of a run, or one of its checkpoints.
-        data: Another text, or tokens: the last tenth of it is read.
-        examples: How many; 0: all.
+        run: Folder of a run, or one of its checkpoints.
+        data: Another text or file of tokens. Its last tenth is read.
+        examples: Number of examples. 0 reads all of them.
     """
-    config, classes = read_config(find_run_dir(run)), read_data_json(run)["classes"]
-    read = load_data(config.model_copy(update={"data": data or config.data}))
-    job = load_run(run, replace(read, classes=classes))
-    for name, value in evaluate(job, examples or len(job.data.held_out)).items():
-        print(f"{name.replace('_', ' ')} {value:.4f}")
+    config = read_config(find_run_dir(run))
+    if data is not None:
+        config = config.model_copy(update={"data": data})
+    loaded = load_data(config)
+    # The model has the classes of the data that it was trained on.
+    classes = read_data_json(run)["classes"]
+    job = load_run(run, replace(loaded, classes=classes))
+    results = evaluate(job, examples or len(job.data.held_out))
+    for name, value in results.items():
+        label = name.replace("_", " ")
+        print(f"{label} {value:.4f}")
 
 
 main = make_main("python -m launch.evaluate", evaluate_run)

@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: one mesh of copies, shards and tensor-parallel ranks."""
+"""The ranks of a run as a mesh of replicas, shards and tensor-parallel ranks."""
 
 import contextlib
 import functools
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
-# Imported while a group of processes exists, as DDP and torch's optimizers do, it keeps that group
-# for ever, and gloo's threads may then end the process with an abort.
+# DDP and torch's optimizers import this. If the first import happens while a process group exists,
+# the group is never destroyed, and gloo's threads may abort the process at its end.
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from launch.config import Config, to_seconds
 from launch.data import Data
 from launch.model import GPT, find_blocks
 from launch.program import UsageError, convert_to_usage_error, require
 
-# What takes longest to compute again: products and attention.
-_SLOW_OPS = [
+# Matrix products and attention take longest to recompute.
+_EXPENSIVE_OPS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -40,179 +40,230 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def pick_device(config: Config) -> torch.device:
-    """Return this rank's device: the accelerator of its local rank, or the CPU.
+    """Return the device of this rank: the accelerator with its local rank, or the CPU.
 
     Raises:
-        UsageError: If it is not there.
+        UsageError: There is no such device.
     """
-    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    kind = best.type if config.device == "auto" else config.device
-    here = dict.fromkeys(("auto", "cpu", best.type))
-    require(kind in here, f"--device {kind}: here it must be {' or '.join(here)}")
-    if kind == "cpu":
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = "cpu" if accelerator is None else accelerator.type
+    device_type = available if config.device == "auto" else config.device
+    choices = dict.fromkeys(("auto", "cpu", available))
+    listed = " or ".join(choices)
+    require(device_type in choices, f"--device {device_type}: here it must be {listed}")
+    if device_type == "cpu":
         return torch.device("cpu")
-    ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    require(ranks <= count, f"--device {kind}: {ranks} ranks on this machine, which has {count}")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.accelerator.set_device_index(device.index)
-    return device
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device_count = torch.accelerator.device_count()
+    require(
+        local_ranks <= device_count,
+        f"--device {device_type}: {local_ranks} ranks on this machine, which has {device_count}",
+    )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(device_type, local_rank)
 
 
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """Join the ranks that torchrun started, and leave them at the end; one alone makes no group."""
-    with contextlib.ExitStack() as stack:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group(timeout=timedelta(seconds=to_seconds(config.timeout)))
-            stack.callback(dist.destroy_process_group)
+    """Make the process group of torchrun's ranks, and destroy it at the end.
+
+    A single process gets no group.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
+        return
+    dist.init_process_group(timeout=timedelta(seconds=to_seconds(config.timeout)))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who this rank is, and what it shares with whom.
+    """The rank of this process, and the ranks with which it shares the model and the data.
 
     Attributes:
-        rank: Among all.
-        world: How many there are.
-        replicate: Copies of the model.
-        shard: Ranks that share one copy's weights.
-        tp: Ranks that share each matrix.
-        mesh: All ranks in these three dimensions; None where one is alone.
+        rank: The rank among all ranks.
+        world_size: Number of all ranks.
+        replicate: Number of copies of the model.
+        shard: Number of ranks that share the weights of a copy.
+        tp: Number of ranks that share each weight matrix.
+        mesh: All ranks in these three dimensions, or None for a single process.
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     replicate: int = 1
     shard: int = 1
     tp: int = 1
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, config: Config, device: torch.device) -> Self:
-        """Lay out the ranks of the default group as the flags ask."""
+    def from_config(cls, config: Config, device: torch.device) -> Self:
+        """Arrange the ranks of the default process group according to the flags."""
         if not dist.is_initialized():
             return cls()
-        shape = config.mesh_shape(dist.get_world_size())
+        world_size = dist.get_world_size()
+        shape = config.mesh_shape(world_size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
-        return cls(dist.get_rank(), dist.get_world_size(), *shape, mesh)
+        return cls(dist.get_rank(), world_size, *shape, mesh)
 
     @property
     def data_world_size(self) -> int:
-        """How many ranks read different examples."""
+        """Number of ranks that read different examples."""
         return self.replicate * self.shard
 
     @property
     def data_rank(self) -> int:
-        """Which of them this one is."""
+        """The rank among the ranks that read different examples."""
         return self.rank // self.tp
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a weight is cut over ranks."""
+        """True if ranks hold parts of weights."""
         return self.shard * self.tp > 1
 
-    def sum(self, *values: float | Tensor) -> list[float]:
-        """Add values over the ranks that read different examples, in float64."""
+    def all_reduce_sum(self, *values: float | Tensor) -> list[float]:
+        """Add values over the ranks that read different examples, in float64.
+
+        Collective: every rank must call this.
+        """
         packed = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(packed)
-        return [value / self.tp for value in packed.tolist()]
+        # Every tensor-parallel rank has contributed the same values.
+        packed /= self.tp
+        return [float(value) for value in packed]
 
     def run_on_first_rank(self, action: Callable[[], object]) -> None:
-        """Do something on the first rank, while the others wait for it.
+        """Run an action on the first rank, and raise its `UsageError` on every rank.
+
+        Collective: every rank must call this.
 
         Raises:
-            UsageError: It was refused, or its file; on every rank.
+            UsageError: The action failed, or could not write a file.
         """
-        refused: list[str | None] = [None]
-        try:
-            with convert_to_usage_error("cannot write", OSError):
-                if self.rank == 0:
+        message: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                with convert_to_usage_error("cannot write", OSError):
                     action()
-        except UsageError as error:
-            refused = [str(error)]
-        if self.world > 1:
-            dist.broadcast_object_list(refused)
-        require(refused[0] is None, str(refused[0]))
+            except UsageError as error:
+                message = [str(error)]
+        if self.world_size > 1:
+            dist.broadcast_object_list(message)
+        if message[0] is not None:
+            raise UsageError(message[0])
 
 
 def prepare_blocks(model: nn.Module, config: Config) -> None:
-    """Checkpoint and compile the blocks; only their forward changes, so names stay.
+    """Apply activation checkpointing and torch.compile to the forward of each block.
+
+    The modules stay the same, so the names of their weights do not change.
 
     Raises:
         UsageError: The model has no blocks.
     """
-    kind, blocks = config.activation_checkpointing, find_blocks(model)
-    asked = f"--compile {config.compile} --activation-checkpointing {kind}"
-    fault = f"--model {config.model} has no blocks (members of a ModuleList)"
-    require(blocks or (kind == "none" and not config.compile), f"{asked}: {fault}")
-    contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, _SLOW_OPS)
-    kept: dict[str, Any] = {"context_fn": contexts} if kind == "selective" else {}
-    again = functools.partial(checkpoint.checkpoint, use_reentrant=False, **kept)
+    kind = config.activation_checkpointing
+    if kind == "none" and not config.compile:
+        return
+    blocks = find_blocks(model)
+    require(
+        blocks,
+        f"--compile {config.compile} --activation-checkpointing {kind}: --model {config.model} "
+        "has no blocks (members of a ModuleList)",
+    )
+    recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
+    if kind == "selective":
+        make_contexts = functools.partial(create_selective_checkpoint_contexts, _EXPENSIVE_OPS)
+        recompute = functools.partial(recompute, context_fn=make_contexts)
     for block in blocks:
         if kind != "none":
-            block.forward = functools.partial(again, block.forward)
-        # Last, so that the compiler sees what is to be computed again.
+            block.forward = functools.partial(recompute, block.forward)
+        # The compiler comes last, so that it compiles the recomputation too.
         if config.compile:
             block.forward = torch.compile(block.forward)
 
 
-def parallelize(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> None:
-    """Divide a model's weights over ``--tp`` and ``--shard``, in place; DDP comes later.
+def shard_model(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> None:
+    """Divide the weights of a model over ``--tp`` and ``--shard`` in place.
 
     Raises:
-        UsageError: The model does not say how its layers can be divided.
+        UsageError: The model has no plan for tensor parallelism.
     """
     if layout.mesh is None or not layout.is_sharded:
         return
     if layout.tp > 1:
-        columns, rows = getattr(model, "tensor_parallel_plan", ((), ()))
-        lacking = f"--model {config.model} has no tensor_parallel_plan that says"
-        hint = "which layers to divide by columns and rows; leave --tp out, or take gpt"
-        require(columns, f"--tp {layout.tp}: {lacking} {hint}")
-        styles: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
-        styles |= {f"blocks.*.{name}": RowwiseParallel() for name in rows}
-        parallelize_module(model, layout.mesh["tp"], styles)
-    # A hook averages over the copies itself; without one, torch does.
-    copied = layout.replicate > 1 and config.comm_hook == "none"
-    mesh = layout.mesh["replicate", "shard"] if copied else layout.mesh["shard"]
+        _apply_tensor_parallel(model, config, layout.mesh["tp"])
+    mesh = layout.mesh["shard"]
+    # A communication hook averages over the replicas; without a hook, FSDP2 does.
+    if layout.replicate > 1 and config.comm_hook == "none":
+        mesh = layout.mesh["replicate", "shard"]
     level = config.level
     if level.casts_model and level.keep_batchnorm_fp32:
-        for norm in [m for m in model.modules() if isinstance(m, _BATCH_NORMS) and m.affine]:
-            fully_shard(norm, mesh=mesh)  # a group has one dtype
-    outside = inside = MixedPrecisionPolicy()
-    if level.master_weights:  # FSDP's fp32 shards are the masters
-        outside = inside = MixedPrecisionPolicy(level.param, level.reduce)
+        # All parameters of an FSDP2 group have the same dtype.
+        for module in list(model.modules()):
+            if isinstance(module, _BATCH_NORMS) and module.affine:
+                fully_shard(module, mesh=mesh)
+    root_policy = MixedPrecisionPolicy()
+    block_policy = MixedPrecisionPolicy()
+    if level.master_weights:
+        # The fp32 shards of FSDP2 are the master weights.
+        root_policy = MixedPrecisionPolicy(level.param, level.reduce)
+        block_policy = root_policy
     elif level.autocasts and (device.type != "cpu" or isinstance(model, GPT)):
-        # The products see the same numbers, and half the bytes travel. On a CPU torch's norms take
-        # no weights of another dtype than their input.
-        inside = MixedPrecisionPolicy(level.compute, level.reduce, cast_forward_inputs=False)
+        # Autocast would cast the gathered weights of a block anyway, so FSDP2 sends half the bytes.
+        # On a CPU the norms of torch accept no weights of another dtype than their input.
+        block_policy = MixedPrecisionPolicy(level.compute, level.reduce, cast_forward_inputs=False)
     for block in find_blocks(model):
         if not isinstance(block, FSDPModule):
-            fully_shard(block, mesh=mesh, mp_policy=inside)
-    fully_shard(model, mesh=mesh, mp_policy=outside)
+            fully_shard(block, mesh=mesh, mp_policy=block_policy)
+    fully_shard(model, mesh=mesh, mp_policy=root_policy)
 
 
-def wrap(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> nn.Module:
-    """Wrap what is not sharded in DDP, and return what is to be called.
+def _apply_tensor_parallel(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+    plan = getattr(model, "tensor_parallel_plan", None)
+    require(
+        plan,
+        f"--tp {config.tp}: --model {config.model} has no tensor_parallel_plan that names the "
+        "layers to divide by columns and by rows. Leave --tp out, or train gpt.",
+    )
+    columns, rows = plan
+    styles: dict[str, Any] = {}
+    for name in columns:
+        styles[f"blocks.*.{name}"] = ColwiseParallel()
+    for name in rows:
+        styles[f"blocks.*.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh, styles)
 
-    DDP lays its buckets out again after its first backward pass, and the order in which gradients
-    are added depends on the layout. One pass is therefore thrown away here, so that the first step
-    of a resumed run adds in the same order as the step that it repeats.
+
+def wrap_in_ddp(model: nn.Module, layout: Layout, data: Data, device: torch.device) -> nn.Module:
+    """Wrap a model in DDP unless it is sharded or alone, and return the module to call.
+
+    DDP rebuilds its buckets after its first backward pass, and the order in which gradients are
+    added depends on the buckets. One pass is therefore run here and thrown away, so that the first
+    step of a resumed run adds in the same order as the step that it repeats.
 
     Raises:
-        UsageError: A parameter takes no part in what the model returns.
+        UsageError: The output of the model does not depend on some parameter.
     """
-    if layout.world == 1 or layout.is_sharded:
+    if layout.world_size == 1 or layout.is_sharded:
         return model
-    ids = None if device.type == "cpu" else [device.index]
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    wrapped.eval()  # so that no statistics move, and no random numbers are drawn
+    device_ids = None if device.type == "cpu" else [device.index]
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    # In evaluation mode the pass moves no statistics and draws no random numbers.
+    wrapped.eval()
     batch = data.first_batch(device)
-    wrapped(*batch.inputs, **batch.kwargs).float().sum().backward()
-    idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    fault = f"--model: {', '.join(idle)} take no part in what it returns, and DDP waits for them"
-    require(not idle, f"{fault}; freeze them (requires_grad_(False)), or take --shard")
+    outputs = wrapped(*batch.inputs, **batch.kwargs)
+    outputs.float().sum().backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    listed = ", ".join(unused)
+    require(
+        not unused,
+        f"--model: {listed} take no part in what it returns, and DDP waits for their gradients. "
+        "Freeze them with requires_grad_(False), or train with --shard.",
+    )
     wrapped.zero_grad(set_to_none=True)
     return wrapped

@@ -1,4 +1,4 @@
-"""Text from a trained model: ``python -m launch.sample runs/latest``."""
+"""Generate text with the model of a run: ``python -m launch.sample runs/latest``."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -17,27 +17,29 @@ from launch.program import make_main, require
 
 @torch.no_grad()
 def sample(
-    model: nn.Module, tokens: Tensor, block: int, temperature: float, top_k: int
+    model: nn.Module, tokens: Tensor, seq_len: int, temperature: float, top_k: int
 ) -> Iterator[int]:
-    """Yield one token after another, for ever.
+    """Yield one generated token after another, without an end.
 
     Args:
-        model: From int64 tokens (batch, time) to logits (batch, time, classes).
-        tokens: int64 (time,), what it begins with.
-        block: The most tokens that the model takes.
-        temperature: Of the softmax; 0 takes the likeliest token.
-        top_k: Among how many of the likeliest to choose; 0: all.
+        model: Maps int64 tokens (batch, time) to logits (batch, time, classes).
+        tokens: The prompt, int64 (time,).
+        seq_len: The largest number of tokens that the model accepts.
+        temperature: Temperature of the softmax. 0 takes the most likely token.
+        top_k: Number of the most likely tokens to choose from. 0 chooses from all.
     """
     model.eval()
     while True:
-        logits = model(tokens[None, -block:])[0, -1].float()
-        likeliest = logits.topk(min(top_k or len(logits), len(logits)))
-        chosen = likeliest.indices[:1]
+        context = tokens[None, -seq_len:]
+        logits = model(context)[0, -1].float()
+        k = top_k or len(logits)
+        likeliest = logits.topk(min(k, len(logits)))
+        token = likeliest.indices[:1]
         if temperature > 0:
-            odds = (likeliest.values / temperature).softmax(0)
-            chosen = likeliest.indices[torch.multinomial(odds, 1)]
-        tokens = torch.cat([tokens, chosen])
-        yield int(chosen)
+            probabilities = (likeliest.values / temperature).softmax(0)
+            token = likeliest.indices[torch.multinomial(probabilities, 1)]
+        tokens = torch.cat([tokens, token])
+        yield int(token)
 
 
 def sample_run(
@@ -51,32 +53,36 @@ def sample_run(
     seed: int = 0,
     tokenizer: Path | None = None,
 ) -> None:
-    """Print text that a run's model goes on with.
+    """Print a prompt and the text with which the model of a run continues it.
 
     Args:
-        run: The folder of a run, or one of its checkpoints.
-        prompt: What the text begins with.
-        tokens: How many to draw.
-        temperature: Below 1: likelier tokens.
-        top_k: Choose among so many; 0: all.
-        seed: Of the draw.
-        tokenizer: A tokenizer.json, where the run was given none.
+        run: Folder of a run, or one of its checkpoints.
+        prompt: Text to continue.
+        tokens: Number of tokens to generate.
+        temperature: Temperature of the softmax. Values below 1 prefer likely tokens.
+        top_k: Number of the most likely tokens to choose from. 0 chooses from all.
+        seed: Seed of the random choices.
+        tokenizer: A tokenizer.json, for a run that was given none.
     """
     require(prompt, "--prompt: it must not be empty")
-    about, config = read_data_json(run), read_config(find_run_dir(run))
-    unread = f"{run}: its data are no text; for tokens of a .bin, give --tokenizer"
-    require(about["text"] or tokenizer, unread)
-
-    text = load_text_codec(tokenizer or config.tokenizer)
-    data = Data(about["data"], (), (), about["classes"], text)
+    about = read_data_json(run)
+    require(
+        about["text"] or tokenizer,
+        f"{run}: its data are not text. If they are the tokens of a .bin file, add --tokenizer.",
+    )
+    config = read_config(find_run_dir(run))
+    codec = load_text_codec(tokenizer or config.tokenizer)
+    data = Data(about["data"], (), (), about["classes"], codec)
     if ":" in config.model and not config.model.startswith("hf:"):
-        data = load_data(config)  # a model of one's own may look at them
+        # The user's function that builds the model may read the data.
+        data = load_data(config)
     job = load_run(run, data)
     torch.manual_seed(seed)
-    begun = torch.tensor(text.encode(prompt), device=job.device)
+    prompt_tokens = torch.tensor(codec.encode(prompt), device=job.device)
     with job.amp.autocast():
-        drawn = sample(job.model, begun, job.config.seq_len, temperature, top_k)
-        print(prompt + text.decode([*islice(drawn, tokens)]))
+        generated = sample(job.model, prompt_tokens, job.config.seq_len, temperature, top_k)
+        text = codec.decode(list(islice(generated, tokens)))
+    print(prompt + text)
 
 
 main = make_main("python -m launch.sample", sample_run)

@@ -3,17 +3,18 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-if not __package__:  # run as a script: the folder above holds the packages, this one does not
+if not __package__:
+    # This file runs as a script, so the packages of the repository are one folder above it.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 if missing := [
     name for name in ("cyclopts", "pydantic", "rich", "matplotlib") if find_spec(name) is None
 ]:
-    sys.exit(f"error: no {missing[0]} here; pip install -e '.[train]' brings it")
+    sys.exit(f"error: {missing[0]} is not installed. Run pip install -e '.[train]'.")
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from launch.program import (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line on this rank; return the exit code."""
+    """Run the command line on this rank and return the exit code."""
 
     def program() -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -52,14 +53,16 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run(config: Config, check_stop: StopCheck) -> None:
-    """Train from the start, or from a checkpoint, to the last step.
+    """Train from the start or from a checkpoint, or do a dry run.
+
+    Collective: every rank must call this.
 
     Args:
         config: The flags.
-        check_stop: Whether this rank is, by a signal, and the seconds until the clock does.
+        check_stop: Returns whether a signal has asked this rank to stop, and the remaining seconds.
 
     Raises:
-        UsageError: The run was refused, on every rank.
+        UsageError: The run is refused, on every rank.
     """
     data = load_data(config)
     device = pick_device(config)
@@ -67,8 +70,8 @@ def run(config: Config, check_stop: StopCheck) -> None:
         print(dry_run_report(config, data, try_start(config, data, device)))
         return
     with process_group(config):
-        job = make_job(config, data, Layout.of(config, device), device)
-        # After all that is alike on the ranks: dropout draws other numbers on each.
+        job = make_job(config, data, Layout.from_config(config, device), device)
+        # The ranks have the same weights now. Their dropout must differ.
         torch.manual_seed(config.seed + 1 + job.layout.data_rank)
         checkpoints = Checkpoints(job)
         if config.resume is not None:
@@ -78,7 +81,7 @@ def run(config: Config, check_stop: StopCheck) -> None:
             report = dry_run_report(config, data, start_steps(config))
             job.layout.run_on_first_rank(lambda: print(report))
             return
-        # Metrics opens the folder of the run, which a refusal above must leave unchanged.
+        # Metrics empties the folder of the run, so every refusal must come before.
         with Metrics(job) as metrics:
             train(job, checkpoints, metrics, check_stop)
 
@@ -96,7 +99,8 @@ def start_steps(config: Config) -> list[str]:
 
 def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
     """Return the report of a dry run, with the steps that were done and the checks left out."""
-    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+    world_size = config.world_size
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     train_size, held_out_size = len(data.train), len(data.held_out)
     lines = [f"The dry run found no fault: these flags can run on {ranks}."]
     sizes = f"{train_size:,} examples and {held_out_size:,} held-out examples"
@@ -107,9 +111,9 @@ def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
     lines.append(f"It wrote nothing, and did not test whether {folder} can be written to.")
     if not config.has_all_ranks:
         lines.append(
-            "It ran in one process. Start it with torchrun --nproc-per-node "
-            f"{config.world_size} to also check DDP, sharding, communication hooks, initialize on "
-            "the wrapped model and the checkpoint of --resume."
+            f"It ran in one process. Start it with torchrun --nproc-per-node {world_size} to "
+            "also check DDP, sharding, communication hooks, initialize on the wrapped model and "
+            "the checkpoint of --resume."
         )
     return "\n".join(lines)
 
@@ -117,73 +121,105 @@ def dry_run_report(config: Config, data: Data, steps: Sequence[str]) -> str:
 def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: StopCheck) -> None:
     """Train to the last step, or until a rank is asked to stop."""
     config, amp, layout, progress = job.config, job.amp, job.layout, job.progress
-    examples = job.data.train
-    rates = LRSchedule(config, amp.optimizers, job.device, progress.step - progress.skipped)
+    taken_before = progress.step - progress.skipped
+    schedule = LRSchedule(config, amp.optimizers, job.device, taken_before)
     replay = None
     if config.on_nonfinite == "report":
         replay = StepReplay(job.model).attach(amp.scaler)
-    ranks = layout.data_rank, layout.data_world_size
-    chosen = batch_indices(
-        len(examples), config.seed, progress.position, job.microbatch_size, *ranks
-    )
-    source = load_batches(examples, chosen, job.device, config.workers)
-    ended = ""
+    batches = training_batches(job)
+    taken_flags: list[Tensor] = []  # of the steps since the last record, on the device
+    stop_reason = ""
     if progress.step == 0:
-        metrics.note({"step": 0, **evaluate(job, config.eval_examples)})
+        metrics.record({"step": 0, **evaluate(job, config.eval_examples)})
 
-    while progress.step < config.steps and not ended:
+    while progress.step < config.steps and not stop_reason:
         job.model.train()
-        rate = rates.set()
+        lr = schedule.set_lr()
         progress.step += 1
         progress.position += config.global_batch_size
         tasks = due_tasks(config, progress.step)
-        # Without a record to write, nothing here waits for the device.
+        # The host waits for the device only in a step that has a record.
         scale = amp.scaler.get_scale() if tasks else 1.0
-        microbatches = [next(source) for _ in range(config.accumulate)]
-        do_step = train_step
+        microbatches = [next(batches) for _ in range(config.accumulate)]
+        step_function = train_step
         if config.check_precision and progress.step == 1:
-            do_step = train_checked_step
-        loss, taken = do_step(job, metrics, microbatches, replay)
-        rates.count(taken)
-        job.average.count(taken)
+            step_function = train_checked_step
+        loss, taken = step_function(job, metrics, microbatches, replay)
+        schedule.advance(taken)
+        job.average.update(taken)
         amp.zero_grad()
+        taken_flags.append(taken)
+        if not tasks:
+            continue
 
-        if tasks:
-            # One message has the loss, and how many ranks are to end.
-            has_signal, seconds = check_stop()
-            loss_sum, signalled, late = layout.sum(loss, has_signal, seconds <= 0)
-            progress.skipped = progress.step - int(rates.taken)
-            record = {
-                "step": progress.step,
-                "loss": loss_sum / layout.data_world_size,
-                "gradient_norm": float(amp.scaler.grad_norm()),
-                "learning_rate": float(rate),
-                "taken": bool(taken),
-                "skipped": progress.skipped,
-            }
-            if config.level.scales:
-                record["loss_scale"] = scale
-            metrics.note(record, seconds)
-            if signalled:
-                ended = "asked to stop"
-            elif late:
-                ended = "--max-time is over"
-            is_last = bool(ended) or progress.step == config.steps
-            if "eval" in tasks or late:  # whoever sent a signal does not wait for long
-                metrics.note({"step": progress.step, **evaluate(job, config.eval_examples)})
-            if config.keep_checkpoints and ("save" in tasks or is_last):
-                save(job, checkpoints, metrics, must=is_last)
-            metrics.start_clock()
+        # One message adds up the losses and the ranks that are to stop.
+        has_signal, seconds = check_stop()
+        loss_sum, num_signals, num_late = layout.all_reduce_sum(loss, has_signal, seconds <= 0)
+        progress.skipped = progress.step - int(schedule.taken)
+        record = {
+            "step": progress.step,
+            "loss": loss_sum / layout.data_world_size,
+            "gradient_norm": float(amp.scaler.grad_norm()),
+            "learning_rate": float(lr),
+            "taken": bool(taken),
+            "skipped": progress.skipped,
+            "skipped_steps": list_skipped_steps(taken_flags, progress.step),
+        }
+        taken_flags.clear()
+        if config.level.scales:
+            record["loss_scale"] = scale
+        metrics.record(record, seconds)
+        if num_signals:
+            stop_reason = "a signal asked it to stop"
+        elif num_late:
+            stop_reason = "--max-time is over"
+        is_last = bool(stop_reason) or progress.step == config.steps
+        # After a signal there may be little time, so only --max-time is followed by an evaluation.
+        if "eval" in tasks or num_late:
+            metrics.record({"step": progress.step, **evaluate(job, config.eval_examples)})
+        if config.keep_checkpoints and ("save" in tasks or is_last):
+            save(job, checkpoints, metrics, is_last=is_last)
+        metrics.start_clock()
     for hook in amp.comm_hooks:
-        metrics.say(f"gradients: {hook.stats()}")
-    metrics.summarize(ended=ended)
+        metrics.print_line(f"The communication hook of rank 0 counted {hook.stats()}.")
+    metrics.print_summary(stop_reason)
+
+
+def training_batches(job: Job) -> Iterator[Batch]:
+    """Return the microbatches of this rank, from the position of the run on."""
+    config, layout = job.config, job.layout
+    indices = batch_indices(
+        length=len(job.data.train),
+        seed=config.seed,
+        position=job.progress.position,
+        batch_size=job.microbatch_size,
+        rank=layout.data_rank,
+        world_size=layout.data_world_size,
+    )
+    return load_batches(job.data.train, indices, job.device, config.workers)
+
+
+def due_tasks(config: Config, step: int) -> set[str]:
+    """Return the tasks after a step: log, eval and save. Every task also writes a record."""
+    intervals = {"log": config.log_every, "eval": config.eval_every, "save": config.save_every}
+    if step == config.steps:
+        return set(intervals)
+    return {task for task, interval in intervals.items() if step % interval == 0}
+
+
+def list_skipped_steps(taken_flags: Sequence[Tensor], last_step: int) -> list[int]:
+    """Return the numbers of the skipped steps among the last steps."""
+    first_step = last_step - len(taken_flags) + 1
+    flags = torch.stack(list(taken_flags)).tolist()
+    return [step for step, taken in enumerate(flags, first_step) if not taken]
 
 
 def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
-    """Do the forward and backward passes of a step; return the loss."""
+    """Run the forward and backward passes of a step and return the loss."""
     total = torch.zeros((), device=job.device)
     for number, batch in enumerate(microbatches, 1):
-        with nullcontext() if number == len(microbatches) else job.amp.no_sync():
+        is_last = number == len(microbatches)
+        with nullcontext() if is_last else job.amp.no_sync():
             with job.amp.autocast():
                 outputs = job.model(*batch.inputs, **batch.kwargs)
             loss = loss_function(job.model)(outputs, batch.targets) / len(microbatches)
@@ -195,77 +231,77 @@ def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:
 def train_step(
     job: Job, metrics: Metrics, microbatches: Sequence[Batch], replay: StepReplay | None
 ) -> tuple[Tensor, Tensor]:
-    """Do one step: forward and backward passes, clip, and the optimizers.
+    """Run one step: the forward and backward passes, clipping, and the optimizers.
 
     Returns:
-        The loss of this rank's examples, and whether the step was taken; both on the device.
+        The loss of this rank's examples, and a flag that is true if the step was taken. Both are on
+        the device.
     """
     config = job.config
     if replay is not None:
         replay.record(lambda: run_passes(job, microbatches), *map(vars, microbatches))
         replay.found = None
     loss = run_passes(job, microbatches)
-    max_norm = config.max_grad_norm or math.inf
-    skip_norm_above = config.skip_norm_above or None
     try:
-        taken = job.amp.step(
-            max_norm=max_norm, skip_norm_above=skip_norm_above, shard_group_fn=shard_mesh
-        ).taken
+        result = job.amp.step(
+            max_norm=config.max_grad_norm or math.inf,
+            skip_norm_above=config.skip_norm_above or None,
+            shard_group_fn=shard_mesh,
+        )
     except NonFiniteGradientsError as error:
-        where = "--on-nonfinite report says" if replay is None else "nonfinite.jsonl says"
-        what, _, _ = str(error).partition(". ")
+        reason, _, _ = str(error).partition(". ")
+        advice = "Run with --on-nonfinite report to find the operation that made inf or NaN"
+        if replay is not None:
+            advice = "nonfinite.jsonl lists the operations that made inf or NaN"
         raise UsageError(
-            f"step {job.progress.step}: {what}; {where} where inf or NaN came from, and a smaller "
-            "--lr may help"
+            f"step {job.progress.step}: {reason}. {advice}. A smaller --lr may help."
         ) from None
     if replay is not None and replay.found is not None:
-        metrics.blame(replay.found)
-    return loss, taken
+        metrics.write_nonfinite_origin(replay.found)
+    return loss, result.taken
 
 
 def train_checked_step(
     job: Job, metrics: Metrics, microbatches: Sequence[Batch], replay: StepReplay | None
 ) -> tuple[Tensor, Tensor]:
-    """Do one step, and compare the precisions that ran with what the level promises."""
-    outcomes: list[tuple[Tensor, Tensor]] = []
-    violations = job.amp.check(
-        lambda: outcomes.append(train_step(job, metrics, microbatches, replay))
-    )
+    """Run one step and compare its precisions with the promises of the level."""
+    results: list[tuple[Tensor, Tensor]] = []
+
+    def step() -> None:
+        results.append(train_step(job, metrics, microbatches, replay))
+
+    violations = job.amp.check(step)
     path = job.config.run_dir / "precision.txt"
     job.layout.run_on_first_rank(lambda: path.write_text(f"{violations}\n", "utf-8"))
     for violation in violations:
-        metrics.say(f"Warning: --precision {job.config.precision}: {violation}")
-    return outcomes[0]
+        metrics.print_line(f"Warning: --precision {job.config.precision}: {violation}")
+    return results[0]
 
 
-def due_tasks(config: Config, step: int) -> set[str]:
-    """Return what to do after a step; a record is written wherever anything is done."""
-    every = {"log": config.log_every, "eval": config.eval_every, "save": config.save_every}
-    return {name for name, steps in every.items() if step % steps == 0 or step == config.steps}
-
-
-def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, must: bool) -> None:
-    """Write a checkpoint; a failure ends the run only if there will be no other time.
+def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, is_last: bool) -> None:
+    """Write a checkpoint. Only a failure of the last one ends the run.
 
     Raises:
-        UsageError: It cannot be written, and must be.
+        UsageError: The last checkpoint of the run cannot be written.
     """
     try:
         checkpoints.wait()
-    except UsageError as error:  # of the one before, in whose place comes this one
-        metrics.say(f"Warning: {error}")
+    except UsageError as error:
+        # The checkpoint before this one has failed, and this one replaces it.
+        metrics.print_line(f"Warning: {error}")
     try:
         checkpoints.save()
-        if must:
+        if is_last:
             checkpoints.wait()
     except UsageError as error:
-        if must:
+        if is_last:
             raise
-        metrics.say(f"Warning: {error}; the run goes on, and tries again at the next save")
-    else:
-        written = "written" if must or not job.config.async_save else "being written"
-        step, steps = job.progress.step, job.config.steps
-        metrics.say(f"step {step:>{len(str(steps))}}/{steps}  checkpoint {written}")
+        metrics.print_line(f"Warning: {error}. The run continues and saves again later.")
+        return
+    is_pending = job.config.async_save and not is_last
+    state = "being written" if is_pending else "written"
+    step, steps = job.progress.step, job.config.steps
+    metrics.print_line(f"step {step:>{len(str(steps))}}/{steps}  checkpoint {state}")
 
 
 if __name__ == "__main__":

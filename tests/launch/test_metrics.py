@@ -83,9 +83,34 @@ def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(k
     assert f"launch.sample {folder}" in printed.splitlines()[-1]
     skipped = [str(r["step"]) for r in jobs.records(folder) if not r.get("taken", True)]
     shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
-    assert f"{len(skipped)} skipped on every rank: {shown}" in printed
+    assert f"skipped {len(skipped)} on every rank: {shown}." in printed
     assert "without a checkpoint (--keep-checkpoints 0)" in bare[1].splitlines()[-1]
     assert "launch.sample" not in bare[1]
+
+
+def test_a_record_lists_the_skipped_steps_since_the_record_before_it(text, tmp_path):
+    args = ("--data", text, *TINY, *FP16, "--steps", 12, "--no-check-precision")
+    every_step = jobs.train(tmp_path / "every", args)
+    printed = told(tmp_path / "sparse", *args, "--log-every", 6)
+    skipped = [row["step"] for row in every_step if not row.get("taken", True)]
+    assert skipped
+    sparse = [row for row in jobs.records(tmp_path / "sparse") if "loss" in row]
+    assert [row["step"] for row in sparse] == [6, 12]
+    assert sparse[0]["skipped_steps"] + sparse[1]["skipped_steps"] == skipped
+    earlier = [str(step) for step in skipped if step < 6]
+    assert f"SKIPPED since the last line: steps {', '.join(earlier)}" in printed
+    listed = ["...", *map(str, skipped[-8:])] if len(skipped) > 8 else [*map(str, skipped)]
+    assert f"skipped {len(skipped)} on every rank: {', '.join(listed)}." in printed
+
+
+def test_picture_has_a_cross_for_a_skipped_step_between_two_records(tmp_path):
+    rows = [
+        {"step": 5, "loss": 2.0, "taken": True, "skipped_steps": [3]},
+        {"step": 10, "loss": 1.0, "taken": True, "skipped_steps": []},
+    ]
+    (axes,) = figure(tmp_path, rows).axes
+    (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
+    assert crosses.get_xydata().tolist() == [[3.0, 2.0]]
 
 
 def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):

@@ -384,8 +384,8 @@ def hopeless() -> tuple[list[Any], list[Any], int]:
 
 def test_run_that_only_skips_ends_and_says_where_to_look(tmp_path):
     own = ("--model", f"{__name__}:Both", "--data", f"{__name__}:hopeless", *SHORT, "--steps", 6)
-    said = "3 steps in a row were skipped; nonfinite.jsonl says where"
-    with pytest.raises(UsageError, match=said):
+    message = "3 steps in a row were skipped. nonfinite.jsonl lists the operations"
+    with pytest.raises(UsageError, match=message):
         jobs.train(tmp_path, (*own, "--precision", "bf16", "--on-nonfinite", "report"))
 
 
