@@ -1,8 +1,10 @@
-# Every target makes the virtual environment it needs, once.
+# Every target makes the virtual environment that it needs, once.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# make train needs a part of the developer's environment.
+TRAIN_READY := $(VENV)/.ready-to-train
 RUN ?= runs/readme
 # Ranks, test workers and BLAS threads share the same cores; three workers keep two cores busy.
 JOBS ?= 3
@@ -11,31 +13,40 @@ JOBS ?= 3
 TRAINERS := .venv-trainers
 TRAINERS_READY := $(TRAINERS)/.ready
 
-.PHONY: train test test-all test-trainers lint format docs docs-check package install clean
+.PHONY: train test test-all test-programs test-trainers lint format docs docs-check package install clean
 
 install: $(READY)
 
-# torch first: fairscale's build reads it. Without build isolation nothing fetches a second torch.
+# torch comes first, because the build of fairscale imports it. Without build isolation that build
+# uses this torch, and does not download a second one.
 $(READY): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): once, and torch is large, so this takes minutes"
+	@echo "Installing the developer's environment into $(VENV). It takes minutes, because torch is large."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy hatchling editables wheel "setuptools<81"
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[train,hf,trainers,fp8,spmd,fairscale,tensorboard,report,test,lint,docs]"
-	@command -v spin > /dev/null || echo "Without SPIN (apt-get install spin) the protocol's models are not checked; ranks follow stored walks"
-	@command -v $${CXX:-c++} > /dev/null || echo "Without a C++ compiler the tests on a simulated accelerator are skipped"
-	@touch $(READY)
+	@touch $(READY) $(TRAIN_READY)
 
-train: $(READY)
+$(TRAIN_READY): pyproject.toml constraints.txt
+	@echo "Installing torch and the packages of the launcher into $(VENV). It takes minutes, because torch is large."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -c constraints.txt -e ".[train]"
+	@touch $(TRAIN_READY)
+
+train: $(TRAIN_READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-		launch/train.py --precision fp16 --growth-interval 10 --eval-every 20 \
+		launch/train.py --precision fp16 --growth-interval 10 --log-every 10 --eval-every 20 \
 		--max-time 90s --overwrite --run-dir $(RUN)
 
-test: $(READY)
+# The tests run without these programs, but skip what needs them.
+test-programs: $(READY)
+	@command -v spin > /dev/null || echo "SPIN is not installed (apt-get install spin). The tests compare the ranks with stored runs of the protocol's models, and do not check the models."
+	@command -v $${CXX:-c++} > /dev/null || echo "There is no C++ compiler. The tests on a simulated accelerator are skipped."
 	@$(BIN)/python -m tests.simulated.build
+
+test: test-programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-test-all: $(READY)
-	@$(BIN)/python -m tests.simulated.build
+test-all: test-programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m ""
 
 # Their dependencies are named in the file: some would bring a second torch.
