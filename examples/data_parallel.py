@@ -1,52 +1,61 @@
-"""DataParallel: several devices of one process, and a region that all of them compute in.
+"""DataParallel: several devices of one process that compute in one autocast region.
 
     python examples/data_parallel.py [DEVICE ...]
 
-torch's own `parallel_apply` tells its threads only whether autocast is on, so a bfloat16 region
-gives float16 replicas. `distamp.DataParallel` gives them the caller's region, dtype and all.
+The threads of torch's `parallel_apply` receive only the flag that autocast is on, so the replicas
+of a bfloat16 region compute in float16. `distamp.DataParallel` passes on the whole region, with its
+dtype.
 """
 
 import sys
 
 import torch
 from next_byte import NextByte, batches
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from distamp import DataParallel, DistGradScaler, autocast
 
 
 def train(devices: list[str], dtype: torch.dtype, steps: int = 30) -> tuple[list[float], set[str]]:
-    """Return the losses, and the dtypes that the replicas computed in."""
+    """Return the losses, and the dtypes of the replicas' outputs."""
     torch.manual_seed(0)
     model = NextByte().to(devices[0])
-    seen: set[str] = set()
-    model.output.register_forward_hook(lambda _, __, output: seen.add(str(output.dtype)))
+    dtypes: set[str] = set()
+
+    def add_dtype(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        dtypes.add(str(output.dtype))
+
+    model.output.register_forward_hook(add_dtype)
     replicated = DataParallel(model, devices)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    kind = torch.device(devices[0]).type
-    scaler = DistGradScaler(kind, init_scale=2.0**14, enabled=dtype is torch.float16)
+    device_type = torch.device(devices[0]).type
+    needs_scale = dtype is torch.float16
+    scaler = DistGradScaler(device_type, init_scale=2.0**14, enabled=needs_scale)
     losses = []
-    for context, following in batches(steps):
+    for context, next_bytes in batches(steps):
         optimizer.zero_grad()
-        with autocast(kind, dtype=dtype):
+        with autocast(device_type, dtype=dtype):
             logits = replicated(context.to(devices[0]))
-        loss = F.cross_entropy(logits.float(), following.to(devices[0]))
+        loss = F.cross_entropy(logits.float(), next_bytes.to(devices[0]))
         scaler.scale(loss).backward()
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
-    return losses, seen
+    return losses, dtypes
 
 
 def main() -> None:
-    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    devices = sys.argv[1:] or found
+    devices = sys.argv[1:]
     if not devices:
-        sys.exit("it needs a device that is not the CPU")
+        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if not devices:
+        sys.exit("error: this example needs a device other than the CPU")
     for dtype in (torch.bfloat16, torch.float16):
-        losses, seen = train(devices, dtype)
-        print(f"{', '.join(seen)} on {len(devices)}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+        losses, dtypes = train(devices, dtype)
+        names = ", ".join(dtypes)
+        print(f"{names} on {len(devices)}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 
 if __name__ == "__main__":

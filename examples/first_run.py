@@ -1,8 +1,8 @@
-"""A first program: the scaler and the region in a plain loop, on a GPU if there is one.
+"""A first program: the scaler and an autocast region in a plain loop, on a GPU if possible.
 
     python examples/first_run.py
 
-It is typed as a strict type checker wants it, and needs torch and distamp alone.
+It passes a strict type checker, and needs only torch and distamp.
 """
 
 import torch
@@ -13,27 +13,29 @@ from distamp import DistGradScaler, autocast
 STEPS = 60
 
 
-def batch(device: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return points and what a model is to make of them."""
+def make_batch(device: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return random points and the product of their coordinates as the targets."""
     points = torch.rand(64, 2, generator=generator)
-    return points.to(device), points.prod(dim=1, keepdim=True).to(device)
+    products = points.prod(dim=1, keepdim=True)
+    return points.to(device), products.to(device)
 
 
 def train(device: str, steps: int = STEPS) -> tuple[float, float]:
-    """Return the loss before and after so many steps."""
+    """Return the losses of the first and the last step."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-    # A scale this high overflows at first: those steps are skipped, and the scale backs off.
+    # This scale overflows at first. The scaler skips such steps and lowers the scale.
     scaler = DistGradScaler(device, init_scale=2.0**24)
     losses: list[float] = []
     for _ in range(steps):
-        inputs, targets = batch(device, generator)
+        inputs, targets = make_batch(device, generator)
         optimizer.zero_grad()
         with autocast(device, dtype=torch.float16):
-            loss = nn.functional.mse_loss(model(inputs).float(), targets)
+            outputs = model(inputs)
+            loss = nn.functional.mse_loss(outputs.float(), targets)
         scaler.scale(loss).backward()
         norm: Tensor = scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
@@ -48,9 +50,10 @@ def train(device: str, steps: int = STEPS) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Train, and print what became of the loss."""
-    before, after = train("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"loss {before:.4f} -> {after:.4f}")
+    """Train, and print the first and the last loss."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    first_loss, last_loss = train(device)
+    print(f"loss {first_loss:.4f} -> {last_loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A learning-rate schedule and an average of the weights that stand still on skipped steps.
+"""A learning-rate schedule and an average of the weights that do not advance on skipped steps.
 
     python examples/gate_lr_and_ema.py
 
-A loss scale of 2**24 is too large on purpose: the first steps overflow and are skipped. A schedule
-that advanced all the same would warm up on steps that were never taken.
+The loss scale of 2**24 is too large on purpose: the first steps overflow and are skipped. A
+schedule that advanced on skipped steps would warm up before the first update.
 
-``step_was_taken()`` is a bool. It costs nothing where the answer is known already: on CPU, and with
-any optimizer that is not fused. With a fused optimizer on a GPU it would wait for the device, so
-there the schedule reads ``found_inf()``, a tensor that never leaves the device.
+`step_was_taken()` returns a bool. On a CPU, and with an optimizer that is not fused, the host
+already has the answer. With a fused optimizer on a GPU the call would wait for the device. The
+schedule therefore reads `found_inf()` there, which is a tensor on the device.
 """
 
 import copy
@@ -25,7 +25,7 @@ STEPS, WARMUP, RATE, DECAY = 40, 10, 0.01, 0.9
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ended with."""
+    """The end of a run: its losses, step counts, learning rate and averaged model."""
 
     losses: list[float]
     rate: float
@@ -34,57 +34,60 @@ class Result:
     average: nn.Module
 
 
-def rate_after(taken: Tensor) -> Tensor:
-    """Return the learning rate after so many steps that were taken."""
-    return RATE * ((taken + 1) / WARMUP).clamp(max=1.0)
+def compute_lr(taken: Tensor) -> Tensor:
+    """Return the learning rate after this number of taken steps."""
+    warmup_fraction = (taken + 1) / WARMUP
+    return RATE * warmup_fraction.clamp(max=1.0)
 
 
 @torch.no_grad()
-def move(average: nn.Module, model: nn.Module, weight: float | Tensor) -> None:
-    """Move an average towards a model; by a weight of 0, nothing changes."""
-    for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
-        mean.lerp_(parameter, weight)
+def update_average(average: nn.Module, model: nn.Module, weight: float | Tensor) -> None:
+    """Move an average towards a model. A weight of 0 changes nothing."""
+    for mean, param in zip(average.parameters(), model.parameters(), strict=True):
+        mean.lerp_(param, weight)
 
 
 def train(on_device: bool) -> Result:
-    """Train; gate on the host by ``step_was_taken()``, or on the device by ``found_inf()``."""
+    """Train with ``step_was_taken()`` on the host, or with ``found_inf()`` on the device."""
     torch.manual_seed(0)
     model = NextByte().to(device())
     average = copy.deepcopy(model)
-    taken = torch.zeros((), device=device())
-    rate = rate_after(taken)  # a tensor, which a fused optimizer reads on the device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+    num_taken = torch.zeros((), device=device())
+    # A fused optimizer reads a learning rate that is a tensor on the device.
+    lr = compute_lr(num_taken)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     scaler = DistGradScaler(device(), init_scale=2.0**24)
     losses = []
-    for batch in batches(STEPS):
-        context, following = (part.to(device()) for part in batch)
+    for context, next_bytes in batches(STEPS):
         optimizer.zero_grad()
         with autocast(device(), dtype=torch.float16):
-            logits = model(context)
-        loss = F.cross_entropy(logits.float(), following)
+            logits = model(context.to(device()))
+        loss = F.cross_entropy(logits.float(), next_bytes.to(device()))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        if on_device:  # nothing here waits for it
-            was_taken = 1 - scaler.found_inf(optimizer)
-            taken += was_taken
-            move(average, model, (1 - DECAY) * was_taken)
+        if on_device:
+            # These operations are queued on the device, so the host does not wait.
+            taken = 1 - scaler.found_inf(optimizer)
+            num_taken += taken
+            update_average(average, model, (1 - DECAY) * taken)
         elif scaler.step_was_taken(optimizer):
-            taken += 1
-            move(average, model, 1 - DECAY)
-        rate.copy_(rate_after(taken))
+            num_taken += 1
+            update_average(average, model, 1 - DECAY)
+        lr.copy_(compute_lr(num_taken))
         losses.append(loss.detach())
     counts = scaler.step_counts(optimizer)
-    return Result([x.item() for x in losses], rate.item(), counts.taken, counts.skipped, average)
+    loss_values = [loss.item() for loss in losses]
+    return Result(loss_values, lr.item(), counts.taken, counts.skipped, average)
 
 
 def main() -> None:
     for on_device in (False, True):
         result = train(on_device)
+        place = "device" if on_device else "host"
         print(
-            f"on the {'device' if on_device else 'host'}: {result.taken} steps taken, "
-            f"{result.skipped} skipped, rate {result.rate:.4f}, "
-            f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
+            f"on the {place}: {result.taken} steps taken, {result.skipped} skipped, "
+            f"rate {result.rate:.4f}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
         )
 
 

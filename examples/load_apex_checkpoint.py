@@ -1,11 +1,11 @@
-"""Go on from a checkpoint that was written under Apex, here at fp16-O2.
+"""Resume from a checkpoint that was written under Apex, here at fp16-O2.
 
     python examples/load_apex_checkpoint.py [CHECKPOINT]
 
-Apex's documentation saves ``{"model", "optimizer", "amp"}``. Its loss scales go into
-``amp.load_state_dict`` as they are; of several the smallest is taken. Its fp16-O2 saved weights in
-fp32: they go into the masters too, which keep what the fp16 model rounds off. Without a file the
-script first writes such a checkpoint.
+Apex's documentation saves ``{"model", "optimizer", "amp"}``. `amp.load_state_dict` accepts Apex's
+loss scales unchanged, and takes the smallest of several. Apex's O2 saved the weights in fp32. The
+example loads them into the master weights too, because the fp16 model would round them. Without a
+file, the script first writes such a checkpoint.
 """
 
 import sys
@@ -24,16 +24,16 @@ from distamp.levels import Amp
 STEPS = 10
 
 
-def begin() -> tuple[Amp, torch.optim.Optimizer]:
-    """Make everything anew."""
+def make_amp() -> tuple[Amp, torch.optim.Optimizer]:
+    """Make the model and the optimizer, and initialize them at fp16-O2."""
     model = NextByte().to(device())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     return initialize(model, optimizer, "fp16-O2"), optimizer
 
 
 def resume(checkpoint: dict[str, Any]) -> Amp:
-    """Load what Apex saved."""
-    amp, optimizer = begin()
+    """Load a checkpoint of Apex."""
+    amp, optimizer = make_amp()
     amp.model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     amp.load_state_dict(checkpoint["amp"])
@@ -43,21 +43,23 @@ def resume(checkpoint: dict[str, Any]) -> Amp:
 
 @torch.no_grad()
 def load_masters(amp: Amp, weights: dict[str, Tensor]) -> None:
-    """Set the masters to weights that were saved in fp32, and round them into the model."""
-    names = {id(parameter): name for name, parameter in amp.model.named_parameters()}
+    """Copy fp32 weights into the master weights, and round them into the model."""
+    names = {id(param): name for name, param in amp.model.named_parameters()}
     for masters in amp.masters:
-        for parameter, master in masters.pairs():
-            master.copy_(weights[names[id(parameter)]])
+        for param, master in masters.pairs():
+            name = names[id(param)]
+            master.copy_(weights[name])
         masters.write_back()
 
 
 def train(amp: Amp, skip: int = 0) -> list[float]:
-    """Train on the batches that follow; return the losses."""
+    """Train on the batches after the first ``skip`` ones, and return the losses."""
     losses = []
-    for context, following in list(batches(skip + STEPS))[skip:]:
+    data = list(batches(skip + STEPS))
+    for context, next_bytes in data[skip:]:
         amp.zero_grad()
         logits = amp.model(context.to(device()))
-        loss = F.cross_entropy(logits, following.to(device()))
+        loss = F.cross_entropy(logits, next_bytes.to(device()))
         amp.backward(loss)
         amp.step()
         losses.append(loss.item())
@@ -65,27 +67,36 @@ def train(amp: Amp, skip: int = 0) -> list[float]:
 
 
 def write_as_apex_did(path: Path) -> list[float]:
-    """Train a while, and save what Apex's fp16-O2 would have."""
+    """Train some steps and write the checkpoint that Apex's O2 would have written."""
     torch.manual_seed(0)
-    amp, optimizer = begin()
+    amp, optimizer = make_amp()
     losses = train(amp)
-    masters = {id(parameter): master for parameter, master in amp.masters[0].pairs()}
-    weights = {n: masters.get(id(p), p).detach() for n, p in amp.model.named_parameters()}
+    masters = {id(param): master for param, master in amp.masters[0].pairs()}
+    weights = {}
+    for name, param in amp.model.named_parameters():
+        weights[name] = masters.get(id(param), param).detach()
     scaler = amp.scaler.state_dict()
-    scales = {"loss_scale": scaler["scale"], "unskipped": scaler["_growth_tracker"]}
-    saved = {"model": weights, "optimizer": optimizer.state_dict()}
-    torch.save({**saved, "amp": {"loss_scaler0": scales}}, path)
+    scaler_of_apex = {"loss_scale": scaler["scale"], "unskipped": scaler["_growth_tracker"]}
+    checkpoint = {
+        "model": weights,
+        "optimizer": optimizer.state_dict(),
+        "amp": {"loss_scaler0": scaler_of_apex},
+    }
+    torch.save(checkpoint, path)
     return losses
 
 
 def main() -> None:
+    losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(sys.argv[1] if len(sys.argv) > 1 else f"{folder}/apex.pt")
-        before = [] if path.exists() else write_as_apex_did(path)
+        if not path.exists():
+            losses = write_as_apex_did(path)
         checkpoint = torch.load(path, weights_only=True, map_location=device())
     for name, state in checkpoint["amp"].items():
         print(f"{name}: scale {state['loss_scale']:g}, clean iterations {state['unskipped']}")
-    losses = [*before, *train(resume(checkpoint), skip=len(before))]
+    amp = resume(checkpoint)
+    losses += train(amp, skip=len(losses))
     print(f"fp16-O2: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {STEPS} steps after the checkpoint")
 
 

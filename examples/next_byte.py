@@ -1,4 +1,4 @@
-"""Real text and a small model that predicts its next byte; shared by the other examples."""
+"""Real text, and a small model that predicts the next byte, for all examples."""
 
 import argparse
 import inspect
@@ -21,7 +21,8 @@ class NextByte(nn.Module):
         self.output = nn.Linear(width, 256)
 
     def forward(self, context: Tensor) -> Tensor:
-        return self.output(torch.tanh(self.hidden(self.embedding(context).flatten(1))))
+        embedded = self.embedding(context).flatten(1)
+        return self.output(torch.tanh(self.hidden(embedded)))
 
 
 def batches(count: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
@@ -32,13 +33,16 @@ def batches(count: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
     source = inspect.getsource(argparse) + inspect.getsource(textwrap)
     text = torch.frombuffer(bytearray(source, "utf-8"), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
+    offsets = torch.arange(CONTEXT + 1)
     for _ in range(count):
         starts = torch.randint(len(text) - CONTEXT, (size,), generator=generator)
-        windows = text[starts[:, None] + torch.arange(CONTEXT + 1)]
+        windows = text[starts[:, None] + offsets]
         yield windows[:, :-1], windows[:, -1]
 
 
 def device() -> str:
     """Return the accelerator's type if there is one, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if torch.accelerator.is_available() and accelerator else "cpu"
+    if accelerator is None or not torch.accelerator.is_available():
+        return "cpu"
+    return accelerator.type

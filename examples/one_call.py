@@ -1,12 +1,13 @@
-"""`initialize`: the same loop at every level of precision, alone, under DDP and under FSDP2.
+"""`initialize`: the same loop at every precision level, on one process, under DDP and under FSDP2.
 
     python examples/one_call.py
     torchrun --nproc-per-node 2 examples/one_call.py
 
-The level is one word: fp32 casts nothing, fp16 casts op by op, fp16-O2 has an fp16 model with fp32
-masters, bf16 casts op by op and needs no loss scale. Cast a model before it is wrapped; FSDP2 casts
-what it gathers by itself, so at fp16-O2 its fp32 shards are what the optimizer steps. Clip after
-the last microbatch; on several ranks an overflow anywhere skips the step everywhere.
+At level fp32 nothing is cast. At fp16, autocast casts op by op. At fp16-O2 the model is fp16 and
+has fp32 master weights. At bf16, autocast casts op by op and there is no loss scale. Cast a model
+before you wrap it. FSDP2 casts the weights that it gathers, so its fp32 shards are the master
+weights at fp16-O2. Clip after the last microbatch. On several ranks, an overflow on any rank skips
+the step on every rank.
 """
 
 import os
@@ -26,46 +27,54 @@ STEPS = 30
 
 
 def wrap(model: nn.Module, layout: str, level: str) -> nn.Module:
-    """Spread a model over the ranks."""
+    """Shard or copy a model over the ranks."""
     if layout == "FSDP2":
-        half = torch.float16 if level == "fp16-O2" else None
-        return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=half))
+        param_dtype = torch.float16 if level == "fp16-O2" else None
+        return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
     model = cast_model(model, level)
-    return DistributedDataParallel(model) if layout == "DDP" else model
+    if layout == "DDP":
+        return DistributedDataParallel(model)
+    return model
 
 
-def train(level: str, microbatches: int = 1, layout: str = "alone") -> list[float]:
-    """Train; return the losses of this rank's share of the batches."""
+def train(level: str, microbatches: int = 1, layout: str = "one process") -> list[float]:
+    """Train on this rank's share of the batches, and return its losses."""
     torch.manual_seed(0)
     model = wrap(NextByte().to(device()), layout, level)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, gamma=0.3)
     amp = initialize(model, optimizer, level)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if layout != "alone" else (0, 1)
+    rank, world_size = 0, 1
+    if layout != "one process":
+        rank, world_size = dist.get_rank(), dist.get_world_size()
     losses = []
     for batch in batches(STEPS):
-        contexts, following = (part.to(device()).chunk(world)[rank] for part in batch)
+        contexts, next_bytes = (tensor.to(device()).chunk(world_size)[rank] for tensor in batch)
         amp.zero_grad()
         total = 0.0
-        parts = zip(contexts.chunk(microbatches), following.chunk(microbatches), strict=True)
-        for number, (context, target) in enumerate(parts, 1):
-            with nullcontext() if number == microbatches else amp.no_sync():
+        pairs = zip(contexts.chunk(microbatches), next_bytes.chunk(microbatches), strict=True)
+        for number, (context, target) in enumerate(pairs, 1):
+            is_last = number == microbatches
+            with nullcontext() if is_last else amp.no_sync():
                 with amp.autocast():
                     logits = amp.model(context)
                 loss = F.cross_entropy(logits.float(), target) / microbatches
                 amp.backward(loss)
             total += loss.item()
         amp.clip_grad_norm_(1.0)
-        if amp.step():  # a skipped step is none
+        # The schedule does not advance on a skipped step.
+        if amp.step():
             schedule.step()
         losses.append(total)
     return losses
 
 
 def main() -> None:
+    layouts = ["one process"]
     if "RANK" in os.environ:
         dist.init_process_group()
-    for layout in ("DDP", "FSDP2") if dist.is_initialized() else ("alone",):
+        layouts = ["DDP", "FSDP2"]
+    for layout in layouts:
         for level in ("fp32", "fp16", "fp16-O2", "bf16"):
             losses = train(level, 2, layout)
             print(f"{layout}, {level}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {STEPS} steps")

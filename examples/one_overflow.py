@@ -1,13 +1,15 @@
-"""One overflow on one of two ranks: torch's scaler beside distamp's, as a picture.
+"""One overflow on one of two ranks: a picture of torch's scaler and of distamp's.
 
     python examples/one_overflow.py                 # writes one_overflow.svg; needs matplotlib
     python examples/one_overflow.py picture.png
 
-Two ranks train a layer that they share, with DistributedDataParallel, behind an expert that each
-rank has for itself, as in a mixture of experts. In one step rank 0 is given an outlier, and the
-float16 gradient of its expert overflows; the gradient of the shared layer does not. torch's scaler
-asks no other rank: rank 0 skips the step and halves its scale, and rank 1 steps. From then on the
-shared layer differs between the ranks. distamp's scaler skips the step on both.
+Two ranks train a layer that they share, with DistributedDataParallel. Before that layer, each rank
+has an expert layer that no other rank has, as in a mixture of experts. In one step rank 0 gets an
+outlier, and the float16 gradient of its expert overflows. The gradient of the shared layer stays
+finite.
+
+torch's scaler asks no other rank: rank 0 skips the step and halves its scale, and rank 1 steps.
+After that step the shared layer differs between the ranks. With distamp's scaler both ranks skip.
 
 Both runs have the same data, weights and settings. Nothing is patched, and the process group is
 real.
@@ -28,20 +30,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
 
-STEPS, OVERFLOW, OUTLIER = 60, 15, 4.0
+STEPS, OVERFLOW_STEP, OUTLIER = 60, 15, 4.0
 SCALERS = {"torch.amp.GradScaler": torch.amp.GradScaler, "distamp.DistGradScaler": DistGradScaler}
+# The line styles of the two ranks, so that equal curves stay visible.
+RANK_STYLES = (
+    {"color": "#c2410c", "lw": 2.4},
+    {"color": "#1d4ed8", "lw": 2.4, "ls": (0, (4, 2))},
+)
 
 
 @dataclass(frozen=True)
 class Track:
-    """What one rank had after each step: the weight that ranks share, and its loss scale."""
+    """The shared weight and the loss scale of one rank after each step."""
 
     weight: list[float]
     scale: list[float]
 
 
 class Layer(nn.Module):
-    """An expert of this rank's own, and a weight that all ranks share."""
+    """An expert layer of this rank, and a layer that all ranks share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +58,17 @@ class Layer(nn.Module):
         nn.init.constant_(self.shared.weight, 20.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what is to follow the targets."""
+        """Map inputs to outputs, which training moves towards the targets."""
         return self.shared(self.expert(inputs))
 
 
 def train(scaler: Any) -> Track:
-    """Train on this rank's data; every rank calls this."""
+    """Train on the data of this rank.
+
+    Collective: every rank must call this.
+    """
     layer = Layer()
-    # torch's own mark for a parameter that is not the same on all ranks, as FSDP and others set it.
+    # This is torch's mark for a parameter that differs between ranks. FSDP sets it too.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ["expert.weight"])
     model = DistributedDataParallel(layer)
     groups = [
@@ -68,8 +78,8 @@ def train(scaler: Any) -> Track:
     optimizer = torch.optim.SGD(groups)
     track = Track([layer.shared.weight.item()], [scaler.get_scale()])
     for step in range(1, STEPS + 1):
-        outlier = dist.get_rank() == 0 and step == OVERFLOW
-        inputs = torch.full((1, 1), OUTLIER if outlier else 1.0)
+        has_outlier = dist.get_rank() == 0 and step == OVERFLOW_STEP
+        inputs = torch.full((1, 1), OUTLIER if has_outlier else 1.0)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             outputs = model(inputs)
@@ -84,13 +94,18 @@ def train(scaler: Any) -> Track:
 
 
 def train_with_each() -> dict[str, Track]:
-    """Train with one scaler after the other; every rank calls this."""
-    settings = {"init_scale": 2.0**9, "growth_interval": 1000}
-    return {name: train(scaler("cpu", **settings)) for name, scaler in SCALERS.items()}
+    """Train with torch's scaler and then with distamp's.
+
+    Collective: every rank must call this.
+    """
+    tracks = {}
+    for name, scaler_class in SCALERS.items():
+        tracks[name] = train(scaler_class("cpu", init_scale=2.0**9, growth_interval=1000))
+    return tracks
 
 
-def on_rank(rank: int, store: str) -> dict[str, Track]:
-    """Join the other rank, and train."""
+def run_rank(rank: int, store: str) -> dict[str, Track]:
+    """Join the process group, and train."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     tracks = train_with_each()
     dist.destroy_process_group()
@@ -98,7 +113,7 @@ def on_rank(rank: int, store: str) -> dict[str, Track]:
 
 
 def draw(ranks: list[dict[str, Track]], path: Path) -> None:
-    """Draw the shared weight over the scale, a column for each scaler."""
+    """Draw the shared weight above the scale, in a column for each scaler."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,25 +121,15 @@ def draw(ranks: list[dict[str, Track]], path: Path) -> None:
     matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     from matplotlib import pyplot
 
-    shape: dict[str, Any] = {"figsize": (9, 4.6), "height_ratios": (3, 1), "layout": "constrained"}
-    figure, axes = pyplot.subplots(2, 2, sharex=True, sharey="row", **shape)
-    looks = ({"color": "#c2410c", "lw": 2.4}, {"color": "#1d4ed8", "lw": 2.4, "ls": (0, (4, 2))})
-    for (upper, lower), name in zip(axes.T, SCALERS, strict=True):
+    figure = pyplot.figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
+    for (weights, scales), name in zip(axes.T, SCALERS, strict=True):
         tracks = [rank[name] for rank in ranks]
-        for rank, (track, look) in enumerate(zip(tracks, looks, strict=True)):
-            upper.plot(track.weight, label=f"rank {rank}", **look)
-            lower.plot(track.scale, drawstyle="steps-post", **look)
-        for axis in (upper, lower):
-            axis.axvline(OVERFLOW, color="#6b7280", lw=1, ls=":")
-        gap = abs(tracks[0].weight[-1] - tracks[1].weight[-1])
-        says = f"the ranks differ by {gap:.1f}" if gap else "the ranks are equal, to the bit"
-        upper.text(0.97, 0.95, says, ha="right", transform=upper.transAxes, fontsize=12)
-        upper.set_title(name, fontsize=13, fontweight="bold")
-        lower.set_yscale("log", base=2)
-        lower.set_xlabel("step")
+        draw_column(weights, scales, tracks)
+        weights.set_title(name, fontsize=13, fontweight="bold")
     first = axes[0, 0]
     first.set(ylim=(8, 62), ylabel="a weight that\nranks share")
-    first.text(OVERFLOW - 0.8, 44, "float16\noverflow\non rank 0", ha="right")
+    first.text(OVERFLOW_STEP - 0.8, 44, "float16\noverflow\non rank 0", ha="right")
     first.legend(loc="lower right", frameon=False)
     axes[1, 0].set_ylabel("loss scale")
     metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -132,17 +137,32 @@ def draw(ranks: list[dict[str, Track]], path: Path) -> None:
     print(f"wrote {path}")
 
 
+def draw_column(weights: Any, scales: Any, tracks: list[Track]) -> None:
+    """Draw the tracks of both ranks with one scaler into two panels."""
+    for rank, (track, style) in enumerate(zip(tracks, RANK_STYLES, strict=True)):
+        weights.plot(track.weight, label=f"rank {rank}", **style)
+        scales.plot(track.scale, drawstyle="steps-post", **style)
+    for panel in (weights, scales):
+        panel.axvline(OVERFLOW_STEP, color="#6b7280", lw=1, ls=":")
+    gap = abs(tracks[0].weight[-1] - tracks[1].weight[-1])
+    caption = f"the ranks differ by {gap:.1f}" if gap else "the ranks are bit-identical"
+    weights.text(0.97, 0.95, caption, ha="right", transform=weights.transAxes, fontsize=12)
+    scales.set_yscale("log", base=2)
+    scales.set_xlabel("step")
+
+
 def main() -> None:
-    """Run both, print how far ranks are from each other, and draw it."""
+    """Run both scalers, print the difference between the ranks, and draw it."""
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "one_overflow.svg")
     with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Pool(2) as pool:
-        ranks = pool.starmap(on_rank, [(rank, f"{folder}/store") for rank in range(2)])
+        ranks = pool.starmap(run_rank, [(rank, f"{folder}/store") for rank in range(2)])
     for name in SCALERS:
         first, second = (rank[name] for rank in ranks)
         print(
             f"{name}: shared weight {first.weight[-1]:.4f} on rank 0, {second.weight[-1]:.4f} on "
             f"rank 1; loss scale {first.scale[-1]:g} and {second.scale[-1]:g}"
         )
-    draw(ranks, Path(sys.argv[1] if len(sys.argv) > 1 else "one_overflow.svg"))
+    draw(ranks, path)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a GPT runs in which dtype, as a table.
+"""A table of the dtypes in which the modules of a GPT run.
 
     python examples/precision_report.py
     python -m distamp preflight examples.precision_report:mistaken
     python -m distamp check examples.precision_report:loaded_in_bf16
 
-The report is of one training step of two microbatches.
+The report covers one training step of two microbatches.
 """
 
 from collections.abc import Callable
@@ -19,40 +19,49 @@ WIDTH, LAYERS, HEADS, BLOCK = 128, 4, 4, 128
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each behind a norm."""
+    """Causal self-attention and a two-layer perceptron, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ln1, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.ln1 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.proj = nn.Linear(WIDTH, WIDTH)
-        self.ln2, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.ln2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(self.ln1(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.ln2(x))))
+        query, key, value = self.qkv(self.ln1(x)).chunk(3, -1)
+        query = query.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key = key.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        value = value.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        hidden = F.gelu(self.up(self.ln2(x)))
+        return x + self.down(hidden)
 
 
 class GPT(nn.Module):
-    """A byte-level GPT with tied embedding."""
+    """A byte-level GPT. Its embedding is also the weight of its head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(256, WIDTH), nn.Embedding(BLOCK, WIDTH)
+        self.tok = nn.Embedding(256, WIDTH)
+        self.pos = nn.Embedding(BLOCK, WIDTH)
         self.h = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.ln, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.ln = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
         self.head.weight = self.tok.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
+        x = self.tok(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = x + self.pos(positions)
         return self.head(self.ln(self.h(x)))
 
 
 def mistaken() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """Return what preflight takes: a model, its input, and a loss, which fp16 cannot compute."""
+    """Return the arguments of preflight: a model, its input, and a loss that fails in fp16."""
 
     def loss_fn(scores: Tensor) -> Tensor:
         return F.binary_cross_entropy(scores.sigmoid(), torch.zeros_like(scores))
@@ -61,13 +70,15 @@ def mistaken() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
 
 
 def loaded_in_bf16() -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """Return what check takes: a step, of a model that was loaded in half precision by mistake."""
-    model, inputs = GPT().bfloat16(), torch.zeros(4, BLOCK, dtype=torch.int64)
+    """Return the arguments of check for a model that was loaded in half precision by mistake."""
+    model = GPT().bfloat16()
+    inputs = torch.zeros(4, BLOCK, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         with autocast("cpu", torch.bfloat16):
-            loss = model(inputs).float().logsumexp(-1).mean()
+            logits = model(inputs)
+            loss = logits.float().logsumexp(-1).mean()
         loss.backward()
         optimizer.step()
 
@@ -80,10 +91,11 @@ def main() -> None:
     inputs, targets = torch.randint(256, (2, 4, BLOCK))
     optimizer = torch.optim.AdamW(model.parameters())
     with precision_report(model) as report:
+        losses = []
         with autocast("cpu", dtype=torch.bfloat16):
-            losses = [
-                F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()) for _ in range(2)
-            ]
+            for _ in range(2):
+                logits = model(inputs)
+                losses.append(F.cross_entropy(logits.flatten(0, -2), targets.flatten()))
         torch.stack(losses).sum().backward()
     optimizer.step()
     report.device = "cpu, bfloat16"

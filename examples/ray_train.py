@@ -2,8 +2,9 @@
 
     python examples/ray_train.py
 
-Trains once without a stop, and once stopped half way and taken up again; both end with the same
-weights, to the bit. Each worker is a process of its own, so the loop is the one for torchrun.
+The example trains once without a stop, and once with a stop half way and a resume. Both runs end
+with bit-identical weights. Each worker is a separate process, so the loop is the same as for
+torchrun.
 """
 
 import tempfile
@@ -19,14 +20,15 @@ from distamp import DistGradScaler, autocast, comm_hooks
 STEPS = 8
 
 
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random inputs and their sums as the targets."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(16, 8, generator=generator)
     return inputs, inputs.sum(1, keepdim=True)
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """Train on one worker."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
@@ -37,23 +39,27 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = DistGradScaler("cpu", init_scale=2.0**10)
     scaler.attach_comm_hook(hook)
-    # Ray's own restart after a failure comes with a checkpoint; a new run is given one.
-    start, taken_up = 0, ray.train.get_checkpoint() or config["checkpoint"]
-    if taken_up is not None:
-        with taken_up.as_directory() as folder:
-            shared = torch.load(Path(folder) / "shared.pt")
-            net.load_state_dict(shared["model"])
-            optimizer.load_state_dict(shared["optimizer"])
-            scaler.load_state_dict(shared["scaler"])
-            start = shared["step"]
-            # With int8 also, of each rank's own: hook.load_state_dict(...), what rounding took.
+    start = 0
+    # Ray passes a checkpoint when it restarts a worker. This example passes one in the config.
+    checkpoint = ray.train.get_checkpoint() or config["checkpoint"]
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            state = torch.load(Path(folder) / "state.pt")
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        start = state["step"]
+        # An int8 hook has rounding residuals, which differ between ranks. Each rank would save
+        # hook.state_dict() too, and load it here.
     for step in range(start, config["stop_at"]):
-        inputs, targets = batch(step, rank)
+        inputs, targets = make_batch(step, rank)
         optimizer.zero_grad()
         with autocast("cpu", dtype=torch.float16):
-            loss = (model(inputs).float() - targets).square().mean()
+            outputs = model(inputs)
+        loss = (outputs.float() - targets).square().mean()
+        # One worker overflows in this step, and both skip it.
         if step == 2 and rank == 1:
-            loss = loss * float("inf")  # one worker overflows; both skip
+            loss = loss * float("inf")
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -63,17 +69,22 @@ def train(config: dict[str, Any]) -> None:
         "weights": sum(p.double().sum().item() for p in net.parameters()),
         "saved": hook.stats().saved,
     }
+    state = {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "step": config["stop_at"],
+    }
     with tempfile.TemporaryDirectory() as folder:
+        new_checkpoint = None
         if rank == 0:
-            shared = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-            shared |= {"scaler": scaler.state_dict(), "step": config["stop_at"]}
-            torch.save(shared, Path(folder) / "shared.pt")
-        saved = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
-        ray.train.report(metrics, checkpoint=saved)
+            torch.save(state, Path(folder) / "state.pt")
+            new_checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=new_checkpoint)
 
 
 def fit(folder: str, name: str, stop_at: int, checkpoint: Any = None) -> Any:
-    """Run two workers until ``stop_at``; what the first reported, and its checkpoint."""
+    """Run two workers up to a step, and return the result of the first worker."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -92,15 +103,15 @@ def main() -> None:
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     with tempfile.TemporaryDirectory() as folder:
-        whole = fit(folder, "whole", STEPS)
-        half = fit(folder, "half", STEPS // 2)
-        rest = fit(folder, "rest", STEPS, half.checkpoint)
+        uninterrupted = fit(folder, "uninterrupted", STEPS)
+        first_half = fit(folder, "first-half", STEPS // 2)
+        resumed = fit(folder, "resumed", STEPS, first_half.checkpoint)
     ray.shutdown()
-    for name, result in (("whole", whole), ("taken up", rest)):
+    for name, result in (("uninterrupted", uninterrupted), ("resumed", resumed)):
         line = "{}: loss {loss:.6f}, scale {scale:g}, weights {weights:.9f}"
         print(line.format(name, **result.metrics))
-    print(f"fp16 saved {whole.metrics['saved']:.0%} of the bytes")
-    assert whole.metrics["weights"] == rest.metrics["weights"]
+    print(f"fp16 saved {uninterrupted.metrics['saved']:.0%} of the bytes")
+    assert uninterrupted.metrics["weights"] == resumed.metrics["weights"]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""ZeRO and fairscale's OSS: each rank has a part of the optimizer's state, and steps a part.
+"""ZeRO and fairscale's OSS: each rank holds and steps a part of the optimizer's state.
 
     torchrun --nproc-per-node 2 examples/sharded_optimizer.py zero
     torchrun --nproc-per-node 2 examples/sharded_optimizer.py oss
 
-An overflow that only the rank with that part sees would deadlock torch's GradScaler: this rank
-skips the broadcast in which the others wait. fairscale's own ShardedGradScaler grows the scale when
-two ranks overflow at once. With DistGradScaler all ranks skip, and nothing else changes.
+If only one rank sees an overflow in its part, torch's GradScaler deadlocks: that rank skips the
+broadcast for which every rank waits. fairscale's ShardedGradScaler raises the scale when two
+ranks overflow at once. With DistGradScaler all ranks skip the step.
 """
 
 import sys
@@ -21,44 +21,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, autocast
 
-STEPS, OVERFLOW = 30, 10
+STEPS, OVERFLOW_STEP = 30, 10
 
 
-def wrap(kind: str, inner: nn.Module) -> tuple[nn.Module, Any]:
-    """Return a model and its optimizer, each rank of which has a part of the state."""
+def wrap(kind: str, model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the wrapped model and an optimizer that divides its state over the ranks."""
     if kind == "zero":
-        model = DistributedDataParallel(inner)
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        ddp = DistributedDataParallel(model)
+        return ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 
-    optimizer = OSS(inner.parameters(), torch.optim.AdamW, lr=0.01)
-    return ShardedDataParallel(inner, optimizer), optimizer
+    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.01)
+    return ShardedDataParallel(model, optimizer), optimizer
 
 
 def train(kind: str) -> tuple[list[float], int, list[float]]:
-    """Return this rank's losses, how many steps were skipped, and the weights of the last layer."""
+    """Return the losses of this rank, the number of skipped steps, and the last layer's bias."""
     torch.manual_seed(0)
-    inner = NextByte().to(device())
-    model, optimizer = wrap(kind, inner)
+    model = NextByte().to(device())
+    wrapped, optimizer = wrap(kind, model)
     scaler = DistGradScaler(device(), init_scale=2.0**14)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     losses = []
     for step, batch in enumerate(batches(STEPS)):
-        context, following = (part.chunk(world)[rank].to(device()) for part in batch)
-        model.zero_grad()
+        context, next_bytes = (tensor.chunk(world_size)[rank].to(device()) for tensor in batch)
+        wrapped.zero_grad()
         with autocast(device(), dtype=torch.float16):
-            logits = model(context)
-        loss = F.cross_entropy(logits.float(), following)
+            logits = wrapped(context)
+        loss = F.cross_entropy(logits.float(), next_bytes)
         scaler.scale(loss).backward()
-        mine = inner.output.bias.grad  # OSS: None but on the rank that steps it
-        if step == OVERFLOW and mine is not None and (kind == "oss" or rank == 0):
-            mine[0] = torch.inf
+        # Under OSS only the rank that steps a parameter has its gradient.
+        grad = model.output.bias.grad
+        overflows_here = grad is not None and (kind == "oss" or rank == 0)
+        if step == OVERFLOW_STEP and overflows_here:
+            grad[0] = torch.inf
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
-    return losses, scaler.step_counts(optimizer).skipped, inner.output.bias.tolist()
+    skipped = scaler.step_counts(optimizer).skipped
+    return losses, skipped, model.output.bias.tolist()
 
 
 def main() -> None:

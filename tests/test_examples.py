@@ -105,7 +105,7 @@ def test_ranks_that_share_the_optimizer_skip_together_and_have_the_same_weights(
 def grpo_at_each_precision(updates: int, prompts: int) -> dict[str, Any]:
     module = example("grpo")
     module.PROMPTS = prompts
-    start = module.taught(10).state_dict()
+    start = module.pretrain(10).state_dict()
     return {name: module.train(name, start, updates) for name in module.PRECISIONS}
 
 
@@ -127,7 +127,7 @@ def test_replicas_on_two_devices_compute_in_the_callers_dtype(sim, dtype):
 
 
 def test_one_overflow_parts_torchs_ranks_and_none_of_ours(ranks2):
-    at = example("one_overflow").OVERFLOW
+    at = example("one_overflow").OVERFLOW_STEP
     tracks = ranks2.run(on_this_rank, "one_overflow", "train_with_each")
     torchs = [track["torch.amp.GradScaler"] for track in tracks]
     ours = [track["distamp.DistGradScaler"] for track in tracks]
