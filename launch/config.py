@@ -578,7 +578,7 @@ COMMAND = make_app("launch/train.py", collect_flags)
 def _foreign_names() -> dict[str, str]:
     """Return the names of flags in other programs, with the flag that has that meaning here."""
     fields: dict[str, Any] = Config.model_fields
-    present_names: dict[str, str] = {}
+    present_names = {}
     for name, field in fields.items():
         for foreign_name in field.json_schema_extra["foreign_names"].split():
             present_names[foreign_name] = name

@@ -172,7 +172,7 @@ def batch_indices(
     """
     first = position + rank * batch_size
     for start in itertools.count(first, world_size * batch_size):
-        indices: list[int] = []
+        indices = []
         for place in range(start, start + batch_size):
             epoch, index = divmod(place, length)
             indices.append(int(_shuffle(length, seed, epoch)[index]))
@@ -349,7 +349,7 @@ def _join_files(root: Path, suffix: str = "", excluded_folders: Collection[str] 
     Hidden files, second copies of a text and binary files are left out. Git recognises a binary
     file in the same way, by a zero among its first bytes.
     """
-    paths: list[Path] = []
+    paths = []
     for folder, subfolders, files in os.walk(root):
         # os.walk visits only the folders that are left in this list.
         subfolders[:] = [name for name in subfolders if name not in excluded_folders]

@@ -79,7 +79,7 @@ class Metrics(contextlib.ExitStack):
         step = self._job.progress.step
         run_dir = config.run_dir
         # The folder may contain these files, and is emptied below.
-        copies: dict[str, bytes] = {}
+        copies = {}
         if config.tokenizer is not None:
             copies["tokenizer.json"] = config.tokenizer.read_bytes()
         if config.precision.endswith(".toml"):
@@ -93,7 +93,7 @@ class Metrics(contextlib.ExitStack):
         write_atomically(run_dir / "data.json", json.dumps(about) + "\n")
         write_atomically(run_dir / "config.json", config.model_dump_json(indent=1) + "\n")
         # The steps after the checkpoint are repeated, and so are their records.
-        lines: list[str] = []
+        lines = []
         if config.resumes_in_place:
             for record in read_records(run_dir):
                 if record["step"] <= step:
@@ -182,7 +182,7 @@ class Metrics(contextlib.ExitStack):
         if skipped_earlier:
             noun = "step" if len(skipped_earlier) == 1 else "steps"
             entries["skipped_earlier"] = f"{noun} {', '.join(skipped_earlier)}"
-        parts: list[str] = []
+        parts = []
         for name, line_format in _LINE_FORMATS.items():
             if name in entries:
                 parts.append(line_format.format(entries[name], unit=self._unit))

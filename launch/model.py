@@ -173,7 +173,7 @@ def _require_known_settings(
     name: str, model_args: Mapping[str, Any], hf_config: Any, default_config: Any
 ) -> None:
     """Refuse names that a config of transformers stores but does not read."""
-    unknown: list[str] = []
+    unknown = []
     for argument in model_args:
         if argument in vars(hf_config) and not hasattr(default_config, argument):
             unknown.append(argument)

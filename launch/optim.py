@@ -139,7 +139,7 @@ class LRSchedule:
         self._on_host = device.type == "cpu" or not is_fused
         # A fused kernel reads a float32 learning rate.
         dtype = torch.float64 if self._on_host else torch.float32
-        rates: list[float] = []
+        rates = []
         for num_taken in range(config.steps + 1):
             rates.append(config.lr * lr_fraction(config, num_taken))
         self._rates = torch.tensor(rates, dtype=dtype, device=device)

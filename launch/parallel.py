@@ -224,7 +224,7 @@ def shard_model(model: nn.Module, config: Config, layout: Layout, device: torch.
 
 
 def _apply_tensor_parallel(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    plan = getattr(model, "tensor_parallel_plan", None)
+    plan: Any = getattr(model, "tensor_parallel_plan", None)
     require(
         plan,
         f"--tp {config.tp}: --model {config.model} has no tensor_parallel_plan that names the "

@@ -148,7 +148,7 @@ def describe_unknown_flag(
     if name in foreign_names:
         present = flag(foreign_names[name])
         return f"{typed}: there is no such flag. It is called {present} here."
-    candidates: dict[str, str] = {}
+    candidates = {}
     for names in (foreign_names, renamed):
         for former, present in names.items():
             candidates[flag(former)] = flag(present)
@@ -272,7 +272,7 @@ def import_object(flag: str, name: str) -> Any:
 def _describe_missing_module(module_name: str, missing_name: str | None) -> str:
     """Return the message for a module that was not found, with the folders that were searched."""
     package = module_name.partition(".")[0]
-    searched: list[str] = []
+    searched = []
     for entry in sys.path:
         folder = Path(entry or ".").resolve()
         is_user_folder = folder.is_dir() and _is_user_path(f"{folder}{os.sep}")
