@@ -170,6 +170,7 @@ CommHook = Literal["none", "fp16", "bf16", "int8"]
 Checkpointing = Literal["none", "all", "selective"]
 Schedule = Literal["cosine", "wsd", "linear", "constant"]
 NonfiniteReaction = Literal["skip", "report"]
+MismatchReaction = Literal["warn", "raise"]
 
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -350,6 +351,26 @@ class _Optimizer(BaseModel, frozen=True):
         "produced it first.",
         "detect_anomaly check_nan",
     )
+    check_update: bool = option(
+        False,
+        "Check the weights that each step has written for inf and NaN. --rewind-every turns this "
+        "on, too.",
+    )
+    check_replicas_every: NonNegativeInt = option(
+        100,
+        "Number of steps between two comparisons of the weights and the optimizer state that ranks "
+        "should hold alike. 0 compares nothing.",
+    )
+    on_mismatch: MismatchReaction = option(
+        "warn", "Reaction to replicas that differ: warn and go on, or end or rewind the run."
+    )
+    rewind_every: NonNegativeInt = option(
+        0,
+        "Number of steps between two copies of the run in host memory, to which all ranks go back "
+        "if weights have inf or NaN, replicas differ, or too many steps are skipped. 0 ends the "
+        "run instead.",
+    )
+    max_rewinds: PositiveInt = option(3, "Number of times that a run may go back before it ends.")
     ema: Decay = option(
         0.0,
         "Decay of a moving average of the weights, which sample and evaluate use. 0 keeps no "

@@ -151,6 +151,9 @@ def initialize_amp(
             init_scale=init_scale,
             loss_scale=loss_scale,
             max_consecutive_skips=max_consecutive_skips,
+            check_update=config.check_update or config.rewind_every > 0,
+            check_replicas_every=config.check_replicas_every or None,
+            on_mismatch=config.on_mismatch,
             comm_hook=comm_hook,
             replicas=_replica_group(config, layout),
         )

@@ -37,6 +37,7 @@ _LINE_FORMATS = {
     "mfu": "mfu {:.1%}",
     "time_left": "{} left",
     "reason": "SKIPPED: {}",
+    "rewind": "WENT BACK {}",
     "skipped_earlier": "SKIPPED since the last line: {}",
     "validation_loss": "held out: loss {:.4f}",
     "bits_per_byte": "{:.4f} bits a byte",
@@ -162,7 +163,7 @@ class Metrics(contextlib.ExitStack):
         self._file.write(to_json(record, inf_nan_mode="null").decode() + "\n")
         if self._tensorboard is not None:
             for name, value in record.items():
-                if name not in ("step", "skipped_steps"):
+                if name not in ("step", "skipped_steps", "error"):
                     self._tensorboard.add_scalar(name, value, step)
 
     def _format_line(self, record: Record, seconds: float) -> str:
@@ -178,6 +179,9 @@ class Metrics(contextlib.ExitStack):
             entries["reason"] = "not finite"
             if math.isfinite(record["gradient_norm"]):
                 entries["reason"] = f"norm above --skip-norm-above {config.skip_norm_above:g}"
+        if "rewound" in record:
+            num_steps = format_steps(record["rewound"])
+            entries["rewind"] = f"{num_steps} after {record['error']}"
         skipped_earlier = [str(s) for s in record.get("skipped_steps", []) if s != step]
         if skipped_earlier:
             noun = "step" if len(skipped_earlier) == 1 else "steps"
@@ -275,7 +279,8 @@ def _list_skipped_steps(records: Sequence[Record], num_skipped: int) -> str:
     steps: list[str] = []
     for record in records:
         steps += [str(step) for step in skipped_steps(record)]
-    steps = steps[-_LISTED_SKIPS:]
+    # A step that was skipped and later taken back is in two records.
+    steps = list(dict.fromkeys(steps))[-_LISTED_SKIPS:]
     if len(steps) < num_skipped:
         steps.insert(0, "...")
     return ", ".join(steps)
@@ -384,6 +389,10 @@ def _draw_run(
         (scales, "scale", _points(rows, "loss_scale"), {"drawstyle": "steps-pre"}),
         (cross_panel, "skipped", skips, crosses),
     )
+    rewinds = [row["step"] for row in rows if "rewound" in row]
+    for index, step in enumerate(rewinds):
+        label = f"{name}, went back" if index == 0 else None
+        losses.axvline(step, color=color, ls=":", label=label)
     for panel, label, points, style in curves:
         if points:
             (line,) = panel.plot(*zip(*points, strict=True), **style)

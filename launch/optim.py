@@ -160,6 +160,14 @@ class LRSchedule:
         """Move on by one step if it was taken."""
         self.taken += taken
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the number of taken steps, for a snapshot."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go back to the number of taken steps in a snapshot."""
+        self.taken.copy_(state["taken"])
+
 
 class WeightAverage:
     """A moving average of the weights that the optimizer steps, over the taken steps.
@@ -188,3 +196,12 @@ class WeightAverage:
         """Update the averages if the step was taken."""
         if self.values and taken:
             self._update_averages(list(self.values.values()), self._weights, 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages, for a snapshot."""
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go back to the averages in a snapshot."""
+        for name, value in self.values.items():
+            value.copy_(state[name])

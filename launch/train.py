@@ -19,7 +19,6 @@ if missing := [
 import torch
 from torch import Tensor
 
-from distamp.errors import NonFiniteGradientsError
 from distamp.report import StepReplay
 from launch.checkpoint import Checkpoints
 from launch.config import Config, parse, to_seconds
@@ -37,6 +36,7 @@ from launch.program import (
     run_to_exit_code,
     watch_for_stop,
 )
+from launch.rewind import RUN_IS_BAD, Rewinds
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -126,6 +126,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: Stop
     replay = None
     if config.on_nonfinite == "report":
         replay = StepReplay(job.model).attach(amp.scaler)
+    rewinds = Rewinds(job, schedule)
     batches = training_batches(job)
     taken_flags: list[Tensor] = []  # of the steps since the last record, on the device
     stop_reason = ""
@@ -144,10 +145,31 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: Stop
         step_function = train_step
         if config.check_precision and progress.step == 1:
             step_function = train_checked_step
-        loss, taken = step_function(job, metrics, microbatches, replay)
-        schedule.advance(taken)
-        job.average.update(taken)
-        amp.zero_grad()
+        try:
+            loss, taken = step_function(job, metrics, microbatches, replay)
+            schedule.advance(taken)
+            job.average.update(taken)
+            amp.zero_grad()
+            rewinds.record()
+            if rewinds.is_enabled and "save" in tasks:
+                check_state(job)
+        except RUN_IS_BAD as error:
+            rewound = rewinds.go_back(error)
+            progress.skipped = progress.step - int(schedule.taken)
+            # The steps that were taken back count as skipped, as does the step under way.
+            metrics.record(
+                {
+                    "step": progress.step,
+                    "rewound": rewound,
+                    "error": type(error).__name__,
+                    "skipped": progress.skipped,
+                    "skipped_steps": list(range(progress.step - rewound, progress.step + 1)),
+                }
+            )
+            taken_flags.clear()
+            if config.keep_checkpoints and progress.step == config.steps:
+                save(job, checkpoints, metrics, is_last=True)
+            continue
         taken_flags.append(taken)
         if not tasks:
             continue
@@ -242,20 +264,11 @@ def train_step(
         replay.record(lambda: run_passes(job, microbatches), *map(vars, microbatches))
         replay.found = None
     loss = run_passes(job, microbatches)
-    try:
-        result = job.amp.step(
-            max_norm=config.max_grad_norm or math.inf,
-            skip_norm_above=config.skip_norm_above or None,
-            shard_group_fn=shard_mesh,
-        )
-    except NonFiniteGradientsError as error:
-        reason, _, _ = str(error).partition(". ")
-        advice = "Run with --on-nonfinite report to find the operation that made inf or NaN"
-        if replay is not None:
-            advice = "nonfinite.jsonl lists the operations that made inf or NaN"
-        raise UsageError(
-            f"step {job.progress.step}: {reason}. {advice}. A smaller --lr may help."
-        ) from None
+    result = job.amp.step(
+        max_norm=config.max_grad_norm or math.inf,
+        skip_norm_above=config.skip_norm_above or None,
+        shard_group_fn=shard_mesh,
+    )
     if replay is not None and replay.found is not None:
         metrics.write_nonfinite_origin(replay.found)
     return loss, result.taken
@@ -278,12 +291,33 @@ def train_checked_step(
     return results[0]
 
 
+def check_state(job: Job) -> None:
+    """Check that a checkpoint of the run may be written.
+
+    Collective: every rank must call this.
+
+    Raises:
+        NonFiniteWeightsError: Weights or the state of an optimizer have inf or NaN.
+        ReplicaMismatchError: Replicas differ, with ``--on-mismatch raise``.
+    """
+    job.amp.scaler.check_weights()
+    if job.config.check_replicas_every:
+        job.amp.scaler.check_replicas()
+
+
 def save(job: Job, checkpoints: Checkpoints, metrics: Metrics, *, is_last: bool) -> None:
     """Write a checkpoint. Only a failure of the last one ends the run.
 
     Raises:
-        UsageError: The last checkpoint of the run cannot be written.
+        UsageError: The last checkpoint of the run cannot be written, the weights or the state of an
+            optimizer have inf or NaN, or replicas differ.
     """
+    try:
+        check_state(job)
+    except RUN_IS_BAD as error:
+        raise UsageError(
+            f"no checkpoint of step {job.progress.step} was written: {error}"
+        ) from None
     try:
         checkpoints.wait()
     except UsageError as error:

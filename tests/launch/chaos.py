@@ -1,11 +1,14 @@
 """Kill a run with SIGKILL at random points, resume it each time, and compare every record.
 
-python -m tests.launch.chaos [--kills 30] [--seed 0] [--steps 600] [--flags="--shard -1"]
+python -m tests.launch.chaos [--kills 30] [--seed 0] [--steps 600] [--flags="--shard -1"] [--faults]
 
-Each kill hits one rank, or torchrun, whose ranks must then end by themselves.
+Each kill hits one rank, or torchrun, whose ranks must then end by themselves. With --faults the run
+also meets updates that are NaN, flipped bits and poisoned batches, and goes back each time. Its
+weights at the end must be those of a run without the batches that it passed over.
 """
 
 import argparse
+import json
 import os
 import random
 import subprocess
@@ -15,9 +18,11 @@ import time
 from pathlib import Path
 
 import psutil
+import torch
 
 from launch.folder import list_checkpoints
 from tests.launch import jobs
+from tests.launch.faults import ENVIRONMENT_VARIABLE
 
 RUN = (
     *(*jobs.TINY, "--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 5),
@@ -25,13 +30,23 @@ RUN = (
     *("--keep-checkpoints", 3, "--auto-resume"),
 )
 RANKS = 2
+FAULTY_RUN = (
+    *(*jobs.TINY, "--precision", "bf16", "--schedule", "constant", "--ema", 0.9),
+    *("--dropout", 0.1, "--save-every", 2, "--eval-every", 1000, "--keep-checkpoints", 3),
+    *("--check-replicas-every", 2, "--on-mismatch", "raise", "--rewind-every", 4),
+    *("--max-rewinds", 1000, "--auto-resume"),
+)
 
 
-def start(folder: Path, args: list[str]) -> subprocess.Popen[bytes]:
-    """Start the launcher under torchrun, or let it go on."""
+def start(
+    folder: Path, args: list[str], planted: dict[str, object] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the launcher under torchrun, or let it go on; with planted faults if there are some."""
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {RANKS}"
-    command = [sys.executable, *torchrun.split(), str(jobs.ROOT / "launch" / "train.py")]
+    script = "launch/train.py" if planted is None else "tests/launch/faults.py"
+    command = [sys.executable, *torchrun.split(), str(jobs.ROOT / script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT)}
+    environment[ENVIRONMENT_VARIABLE] = json.dumps(planted or {})
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen([*command, *args, "--run-dir", str(folder)], env=environment, **quiet)
 
@@ -56,6 +71,68 @@ def kill(job: subprocess.Popen[bytes], folder: Path, chance: random.Random) -> s
     return f"{what}, and {len(left)} were LEFT BEHIND" if left else what
 
 
+def draw_faults(chance: random.Random, steps: int, folder: Path) -> dict[str, object]:
+    """Return planted faults, about one in 25 steps and at least 8 steps apart."""
+    planted: dict[str, object] = {"nan": [], "flip": [], "poison": [], "once": str(folder)}
+    step = 6
+    while step < steps - 12:
+        kind = chance.choice(["nan", "flip", "poison"])
+        # The guard of the launcher ends a run, or lets it go back, after three skips in a row.
+        planted[kind] += [step, step + 1, step + 2] if kind == "poison" else [step]
+        step += chance.randrange(12, 40)
+    return planted
+
+
+def passed_over(rows: jobs.Rows) -> list[int]:
+    """Return the steps that a run has taken back, or had under way when it went back."""
+    steps: list[int] = []
+    for row in rows:
+        if "rewound" in row:
+            steps += row["skipped_steps"]
+    return steps
+
+
+def run_with_faults(kills: int, seed: int, steps: int) -> int:
+    """Kill a run with planted faults, and compare its end with a run of the batches that count."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run, clean = folder / "run", folder / "clean"
+        text = jobs.text_file(folder)
+        planted = draw_faults(chance, steps, folder)
+        base = [*map(str, ("--data", text, *FAULTY_RUN))]
+        args = [*base, "--steps", str(steps)]
+        num_kills = 0
+        job = start(run, args, planted)
+        while num_kills < kills:
+            rows_before = len(jobs.records(run))
+            while job.poll() is None and len(jobs.records(run)) in (0, rows_before):
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 2.0))
+            if job.poll() is not None:
+                break
+            killed = kill(job, run, chance)
+            num_kills += 1
+            print(f"kill {num_kills}: {killed}: {len(jobs.records(run))} records", flush=True)
+            job = start(run, args, planted)
+        ended = job.wait()
+        rows = jobs.records(run)
+        dropped = passed_over(rows)
+        errors = [row["error"] for row in rows if "rewound" in row]
+        clean_steps = steps - len(dropped)
+        last = ["--steps", str(clean_steps), "--save-every", str(clean_steps)]
+        clean_ended = start(clean, [*base, *last], {"dropped": dropped}).wait()
+        is_equal = ended == clean_ended == 0
+        for kind in ("model.", "ema.", "optimizer."):
+            weights = jobs.weights(run, steps, kind)
+            is_equal = is_equal and torch.equal(weights, jobs.weights(clean, clean_steps, kind))
+    counts = {error: errors.count(error) for error in sorted(set(errors))}
+    verdict = "equal to the bit" if is_equal else "NOT EQUAL"
+    print(f"{num_kills} kills; went back {len(errors)} times: {counts};")
+    print(f"{len(dropped)} of {steps} steps passed over; weights, averages and state: {verdict}")
+    return int(not is_equal)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
@@ -64,7 +141,10 @@ def main() -> int:
     parser.add_argument(
         "--flags", default="--comm-hook int8", help="of the launcher, after those here"
     )
+    parser.add_argument("--faults", action="store_true", help="plant faults beside the kills")
     given = parser.parse_args()
+    if given.faults:
+        return run_with_faults(given.kills, given.seed, given.steps)
     chance, torn, hit = random.Random(given.seed), 0, []
     with tempfile.TemporaryDirectory() as name:
         run, text = Path(name) / "run", jobs.text_file(Path(name))

@@ -110,7 +110,10 @@ def losses(rows: Rows) -> list[float]:
 def weights(run: Path, step: int, kind: str = "model.") -> torch.Tensor:
     reader = dcp.FileSystemReader(run / "checkpoints" / f"step-{step:08d}")
     saved = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(s.size) for name, s in saved.items() if name.startswith(kind)}
+    found: dict[str, torch.Tensor] = {}
+    for name, about in saved.items():
+        if name.startswith(kind) and hasattr(about, "size"):
+            found[name] = torch.empty(about.size)
     with warnings.catch_warnings(action="ignore"):
         dcp.load(found, storage_reader=reader)
     return torch.cat([found[name].flatten() for name in sorted(found)])
