@@ -1,1 +1,1 @@
-"""Measurements beside peers; each script says how to run it."""
+"""Benchmarks of distamp. README.md lists them."""

@@ -1,16 +1,16 @@
-"""Measure the cost of regions, listed ops and reports.
+"""The cost of autocast regions, of ops that op lists name, and of precision reports.
 
     OMP_NUM_THREADS=1 python -m benchmarks.autocast [--rounds 40]
 
-First each op is called on tensors that nobody has to cast, with and without a region, before and
-while a region lists it; printed is the least of many short runs. Of regions, and of a step
-under a report, all sides of a comparison run in turn; printed are medians and their quartiles, of
-regions in the thread's own processor time.
+The first table times each op on tensors that need no cast, with and without a region, before a
+region lists the op and while one does. Its values are the least of many short runs. In the tables
+of regions and of a step under a report, all sides of a comparison run in turn. Their values are
+medians and quartiles. The time of regions is the processor time of the thread.
 """
 
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,28 +19,31 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-from benchmarks.common import command, interleave, median, ratio, table
+from benchmarks.common import format_median, format_ratio, interleave, print_table, run_command
 from distamp import AutocastState, OpLists, autocast, precision_report
 from launch.config import Config
 from launch.model import GPT
 
 LOW = torch.bfloat16
-NEW, TORCHS = "with autocast('cpu', dtype=LOW): pass", "with torch.autocast('cpu', dtype=LOW): pass"
-KEPT, TORCHS_KEPT = "with mine: pass", "with theirs: pass"
-# What is compared, distamp's statement and its peer.
+NEW_DISTAMP = "with autocast('cpu', dtype=LOW): pass"
+NEW_TORCH = "with torch.autocast('cpu', dtype=LOW): pass"
+REUSED_DISTAMP, REUSED_TORCH = "with distamp_region: pass", "with torch_region: pass"
+# The names of the comparisons, with a statement of distamp and the statement of its peer.
 REGIONS = (
-    ("enter and leave, a new object each time", NEW, TORCHS),
-    ("enter and leave, one object kept", KEPT, TORCHS_KEPT),
+    ("enter and leave, a new object each time", NEW_DISTAMP, NEW_TORCH),
+    ("enter and leave, one object kept", REUSED_DISTAMP, REUSED_TORCH),
     (
         "a disabled region inside a region",
-        "with mine, autocast('cpu', enabled=False): pass",
-        "with theirs, torch.autocast('cpu', enabled=False): pass",
+        "with distamp_region, autocast('cpu', enabled=False): pass",
+        "with torch_region, torch.autocast('cpu', enabled=False): pass",
     ),
-    ("a decorated function", "decorated()", "torchs_decorated()"),
-    ("with op lists, beside ours without", "with listed: pass", KEPT),
-    ("capture, beside a region of torch's", "AutocastState.capture()", TORCHS),
-    ("apply and restore, beside it", "with state.apply(): pass", TORCHS),
+    ("a decorated function", "distamp_function()", "torch_function()"),
+    ("with op lists, compared with none", "with listing_region: pass", REUSED_DISTAMP),
+    ("capture, compared with a region of torch", "AutocastState.capture()", NEW_TORCH),
+    ("apply and restore, compared with it", "with state.apply(): pass", NEW_TORCH),
 )
+# Calls in each timed run of a statement.
+STATEMENT_CALLS, OP_CALLS = 2000, 60
 FULL, BIAS = torch.randn(4, 4), torch.randn(4)
 IMAGE, KERNEL = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 2, 2)
 OPS: dict[str, Callable[[], Tensor]] = {
@@ -54,75 +57,96 @@ OPS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def ops(rounds: int) -> None:
-    """Time ops before and while lists have them."""
-    off, on = autocast("cpu", enabled=False), autocast("cpu")
-    before = [_least([off, on], call, rounds) for call in OPS.values()]
-    everywhere = [autocast("cpu", ops=OpLists(fp32=OPS)), on, off]
-    after = [_least(everywhere, call, rounds) for call in OPS.values()]
-    rows = ([name, *first, *then] for name, first, then in zip(OPS, before, after, strict=True))
-    table(["op, us", "off", "on", "in fp32 by list", "on, while listed", "off, while listed"], rows)
+def time_ops(rounds: int) -> None:
+    """Time ops before a region lists them, and while one does."""
+    off = autocast("cpu", enabled=False)
+    on = autocast("cpu")
+    rows = []
+    for name, call in OPS.items():
+        rows.append([name, *least_times([off, on], call, rounds)])
+    listing = autocast("cpu", ops=OpLists(fp32=OPS))
+    for row, call in zip(rows, OPS.values(), strict=True):
+        row += least_times([listing, on, off], call, rounds)
+    header = ["op, us", "off", "on", "in fp32 by list", "on, while listed", "off, while listed"]
+    print_table(header, rows)
 
 
-def _least(regions: list[autocast], call: Callable[[], object], rounds: int) -> list[str]:
-    """Microseconds of a call in each region."""
+def least_times(regions: Sequence[autocast], call: Callable[[], object], rounds: int) -> list[str]:
+    """Return the microseconds of a call in each region, as text."""
+    times: list[list[float]] = [[] for _ in regions]
+    for _ in range(5 * rounds):
+        for region, region_times in zip(regions, times, strict=True):
+            with region:
+                seconds = timeit.timeit(call, number=OP_CALLS)
+            region_times.append(seconds / OP_CALLS * 1e6)
+    return [f"{min(region_times):.2f}" for region_times in times]
 
-    def inside(region: autocast) -> float:
-        with region:
-            return timeit.timeit(call, number=60) / 60 * 1e6
 
-    runs = [[inside(region) for region in regions] for _ in range(5 * rounds)]
-    return [f"{min(times):.2f}" for times in zip(*runs, strict=True)]
-
-
-def regions(rounds: int) -> None:
-    """Compare entering and leaving."""
-    names: dict[str, Any] = {**globals(), "mine": autocast("cpu", dtype=LOW)}
-    names["theirs"] = torch.autocast("cpu", dtype=LOW)
-    names["listed"] = autocast("cpu", dtype=LOW, ops=OpLists(fp32={"softmax"}))
-    names["decorated"] = autocast("cpu", dtype=LOW)(int)
-    names["torchs_decorated"] = torch.autocast("cpu", dtype=LOW)(int)
-    with names["mine"]:
+def time_regions(rounds: int) -> None:
+    """Compare the time to enter and leave regions."""
+    names: dict[str, Any] = {
+        **globals(),
+        "distamp_region": autocast("cpu", dtype=LOW),
+        "torch_region": torch.autocast("cpu", dtype=LOW),
+        "listing_region": autocast("cpu", dtype=LOW, ops=OpLists(fp32={"softmax"})),
+        "distamp_function": autocast("cpu", dtype=LOW)(int),
+        "torch_function": torch.autocast("cpu", dtype=LOW)(int),
+    }
+    with names["distamp_region"]:
         names["state"] = AutocastState.capture()
     rows = []
-    for name, *statements in REGIONS:
-        ours, peers = (timeit.Timer(each, globals=names) for each in statements)
-        sides = {"ours": lambda: ours.timeit(2000), "peer's": lambda: peers.timeit(2000)}  # noqa: B023
-        times = interleave(sides, rounds, clock=time.thread_time)
-        micros = [median(each, 1e6 / 2000) for each in times.values()]
-        rows.append([name, *micros, ratio(*times.values())])
-    table(["", "ours, us", "peer's, us", "ratio [quartiles]"], rows)
+    for name, statement, peer_statement in REGIONS:
+        timers = {
+            "distamp": timeit.Timer(statement, globals=names),
+            "peer": timeit.Timer(peer_statement, globals=names),
+        }
+        contenders = {side: make_run(timer) for side, timer in timers.items()}
+        times = interleave(contenders, rounds, clock=time.thread_time)
+        row = [name]
+        row += [format_median(side, 1e6 / STATEMENT_CALLS) for side in times.values()]
+        row.append(format_ratio(times["distamp"], times["peer"]))
+        rows.append(row)
+    print_table(["", "distamp, us", "peer, us", "ratio [quartiles]"], rows)
 
 
-def report(rounds: int) -> None:
-    """Compare a step under a report, whose kernels hardly count, with one under a bare mode."""
+def make_run(timer: timeit.Timer) -> Callable[[], object]:
+    """Return a function that runs a statement many times."""
+    return lambda: timer.timeit(STATEMENT_CALLS)
+
+
+def time_report(rounds: int) -> None:
+    """Compare a step under a report with steps under other modes.
+
+    The model is so small that the kernels take little of the time.
+    """
     model = GPT(Config(layers=4, heads=4, d_model=32, seq_len=16), 256)
     tokens = torch.randint(256, (1, 16))
 
     def step(context: AbstractContextManager[Any]) -> Any:
-        with context as found, autocast("cpu", dtype=LOW):
+        with context as entered, autocast("cpu", dtype=LOW):
             model(tokens).float().square().mean().backward()
-        return found
+        return entered
 
-    kernels = step(precision_report(model)).calls
+    num_kernels = step(precision_report(model)).calls
     steps: dict[str, Callable[[], object]] = {
         "the report": lambda: step(precision_report(model)),
         "a dispatch mode that does nothing": lambda: step(BaseTorchDispatchMode()),
         "no mode": lambda: step(nullcontext()),
     }
     times = interleave(steps, rounds)
-    rows = (
-        [name, median(each, 1e6 / kernels), ratio(times["the report"], each)]
-        for name, each in times.items()
-    )
-    table(["a step under", "us for each kernel", "the report beside it"], rows)
+    rows = []
+    for name, seconds in times.items():
+        ratio = format_ratio(times["the report"], seconds)
+        rows.append([name, format_median(seconds, 1e6 / num_kernels), ratio])
+    print_table(["a step under", "us for each kernel", "ratio of the report to it"], rows)
 
 
 def main(*, rounds: int = 40) -> None:
-    """Compare ops, regions and a report with torch's and with none."""
-    for part in (ops, regions, report):
-        part(rounds)
+    """Compare ops, regions and a report with torch's regions and with no region."""
+    time_ops(rounds)
+    time_regions(rounds)
+    time_report(rounds)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks.common import command, interleave, median, ratio, table
+from benchmarks.common import format_median, format_ratio, interleave, print_table, run_command
 from distamp import OpLists, autocast
 
 HALF = torch.randn(4, 4, dtype=torch.bfloat16)
@@ -58,25 +58,25 @@ def measure(region: torch.autocast, call: Callable[[], Tensor], rounds: int) -> 
 
 
 def measure_phases(name: str, call: Callable[[], Tensor], rounds: int) -> list[str]:
-    """Return the row of an op, whose lists end with this function."""
+    """Return the row of an op. Its lists are freed in this function."""
     plain = torch.autocast("cpu")
     times, first = measure(plain, call, rounds)
-    row = [name, median(times, MICROSECONDS)]
+    row = [name, format_median(times, MICROSECONDS)]
     _, again = measure(plain, call, rounds)
-    row.append(ratio(again, first))
+    row.append(format_ratio(again, first))
     other_lists = OpLists(fp32={"tanh"})
     region = autocast("cpu", ops=other_lists)
     _, unlisted = measure(region, call, rounds)
-    row.append(ratio(unlisted, first))
+    row.append(format_ratio(unlisted, first))
     lists = OpLists(fp32={name})
     region = autocast("cpu", ops=lists)
     _, listed = measure(region, call, rounds)
-    row.append(ratio(listed, first))
+    row.append(format_ratio(listed, first))
     _, meanwhile = measure(plain, call, rounds)
-    row.append(ratio(meanwhile, first))
+    row.append(format_ratio(meanwhile, first))
     del lists, region
     _, gone = measure(plain, call, rounds)
-    row.append(ratio(gone, first))
+    row.append(format_ratio(gone, first))
     return row
 
 
@@ -88,8 +88,8 @@ def main(*, rounds: int = 100) -> None:
         rows.append(row)
     columns = ["op", "plain region, us", "plain, again", "lists of another op", "lists with the op"]
     columns += ["plain, while lists have it", "plain, after the lists"]
-    table(columns, rows)
+    print_table(columns, rows)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

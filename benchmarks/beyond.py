@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
+from benchmarks.common import (
+    Timings,
+    format_median,
+    format_ratio,
+    interleave,
+    print_table,
+    run_command,
+    slowest_times,
+)
 from distamp import StepGuard
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
@@ -81,7 +89,7 @@ def measure(case: Case, rounds: int) -> Timings:
         PLAIN: guarded_steps(case, {}),
         CHECKED: guarded_steps(case, CHECKS[case.check]),
     }
-    return interleave(contenders, rounds, before=dist.barrier)
+    return interleave(contenders, rounds, setup=dist.barrier)
 
 
 def count_messages(check: str) -> list[str]:
@@ -109,15 +117,15 @@ def main(*, rounds: int = 25) -> None:
     def time_rows() -> Iterator[list[object]]:
         for case in CASES:
             pool = pair if case.ranks > 1 else one_rank
-            timings = slowest(pool.run(measure, case, rounds))
+            timings = slowest_times(pool.run(measure, case, rounds))
             millions = case.parameters * case.elements / 1e6
             yield [
                 case.check,
                 case.optimizer,
                 f"{millions:.1f} M in {case.parameters}",
                 case.ranks,
-                median(timings[PLAIN], 1e3 / case.steps),
-                ratio(timings[CHECKED], timings[PLAIN]),
+                format_median(timings[PLAIN], 1e3 / case.steps),
+                format_ratio(timings[CHECKED], timings[PLAIN]),
             ]
 
     def message_rows() -> Iterator[list[object]]:
@@ -126,9 +134,9 @@ def main(*, rounds: int = 25) -> None:
 
     with RankPool(1, timeout=600) as one_rank, RankPool(2, timeout=600) as pair:
         header = ["check", "AdamW", "elements", "ranks", "ms a step without", "with, of without"]
-        table(header, time_rows())
-        table(["check", PLAIN, CHECKED], message_rows(), "Messages and bytes of one step")
+        print_table(header, time_rows())
+        print_table(["check", PLAIN, CHECKED], message_rows(), "Messages and bytes of one step")
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,9 +1,9 @@
-"""Processes that end right after a hook's last exchange: how many abort.
+"""The number of processes that abort after the last message of a hook.
 
     python -m benchmarks.comm_hooks_ends --times 50
 
-Each time two pairs of ranks: of one the ranks destroy their group first, of the other they do not.
-A process that aborts ends with SIGABRT, -6.
+Each time, two pairs of ranks run. In the first pair the process group exists until the processes
+end. The second pair destroys its process group first. A process that aborts ends with SIGABRT, -6.
 """
 
 import multiprocessing
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import command
+from benchmarks.common import run_command
 from distamp import comm_hooks
 
 
-def rank(number: int, port: int, destroy: bool) -> None:
-    """Average two backward passes' gradients, and end."""
+def run_rank(rank: int, port: int, destroy: bool) -> None:
+    """Average the gradients of two backward passes, and end."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     layers = [nn.Linear(64, 64) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
     comm_hooks.register_comm_hook(model, "int8")
@@ -32,20 +32,21 @@ def rank(number: int, port: int, destroy: bool) -> None:
 
 
 def main(*, times: int = 50) -> None:
-    """Print how many processes ended with which code."""
-    processes = multiprocessing.get_context("spawn")
-    codes: Counter[int | None] = Counter()
+    """Print the number of processes with each exit code."""
+    context = multiprocessing.get_context("spawn")
+    exit_codes: Counter[int | None] = Counter()
     for destroy in [False, True] * times:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given = [(number, store.port, destroy) for number in range(2)]
-        pair = [processes.Process(target=rank, args=each) for each in given]
-        for each in pair:
-            each.start()
-        for each in pair:
-            each.join()
-            codes[each.exitcode] += 1
-    print(f"{codes.total()} processes ended: {dict(codes)}")
+        processes = []
+        for rank in range(2):
+            process = context.Process(target=run_rank, args=(rank, store.port, destroy))
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join()
+            exit_codes[process.exitcode] += 1
+    print(f"{exit_codes.total()} processes ended: {dict(exit_codes)}")
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

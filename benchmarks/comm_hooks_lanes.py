@@ -1,4 +1,4 @@
-"""What two lanes save: a bucket's time on a device whose clock is imagined, by the real transport.
+"""The time that two lanes save for a bucket: the real transport on a device with a simulated clock.
 
     OMP_NUM_THREADS=1 python -m benchmarks.comm_hooks_lanes --hosts 16 --ranks 8 --gbit 400
 
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common import command
+from benchmarks.common import run_command
 from distamp.comm_hooks import COMM_FORMATS
 from distamp.comm_hooks import transport as transports
 from distamp.comm_hooks.collectives import BlockSlice, CompressedCollectives
@@ -24,77 +24,89 @@ from distamp.comm_hooks.residuals import Residual
 from distamp.comm_hooks.stats import HookStats
 from distamp.comm_hooks.topology import Topology
 
-META, BUCKETS = torch.device("meta"), 40
-# Of fp32 values; and, in bytes in a microsecond and microseconds, what a card can do.
-NUMEL = 25 << 18
-INNER, MEMORY, LAUNCH = 300e3, 2000e3, 5.0
+META = torch.device("meta")
+# Number of timed buckets, and of fp32 values in each.
+BUCKETS, NUMEL = 40, 25 << 18
+# Bytes in a microsecond between the cards of a host, and in the memory of a card.
+LOCAL_BANDWIDTH, MEMORY_BANDWIDTH = 300e3, 2000e3
+# Microseconds to launch a kernel or a collective.
+LAUNCH = 5.0
 
 
-class Nothing:
+class NoOp:
     """A stream, communicator, work, future or kernel that takes no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __call__(self, *_: Any, **__: Any) -> "Nothing":
+    def __call__(self, *_: Any, **__: Any) -> "NoOp":
         """Take no time."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return self._nothing
+        return self._do_nothing
 
-    def _nothing(self, *_: Any, **__: Any) -> "Nothing":
+    def _do_nothing(self, *_: Any, **__: Any) -> "NoOp":
         return self
 
-    def __enter__(self) -> "Nothing":
+    def __enter__(self) -> "NoOp":
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
 @contextlib.contextmanager
-def imagined(
+def simulate(
     hosts: int,
     ranks: int,
-    wire: str,
+    comm_format: str,
     *,
-    communicator: Any = Nothing,
-    stream: Any = Nothing,
+    communicator: Any = NoOp,
+    stream: Any = NoOp,
     kernels: Any = None,
     lanes: int = transports.NUM_SLOTS,
 ) -> Iterator[Callable[[], object]]:
-    """Yield what averages a bucket of 25 MiB between hosts of so many ranks, on no device."""
+    """Yield a function that averages a bucket of 25 MiB between simulated hosts.
+
+    Args:
+        hosts: Number of hosts.
+        ranks: Number of ranks on each host.
+        comm_format: Format of the messages.
+        communicator: Makes a communicator.
+        stream: Makes a stream.
+        kernels: Has the kernels stage, encode, encode_mean and decode.
+        lanes: Number of lanes.
+    """
     ranks_by_host = [[host * ranks + local for local in range(ranks)] for host in range(hosts)]
-    nothing = Nothing()
-    stage = getattr(kernels, "stage", nothing)
-    encode = getattr(kernels, "encode", nothing)
-    encode_mean = getattr(kernels, "encode_mean", nothing)
+    no_op = NoOp()
+    if kernels is None:
+        kernels = SimpleNamespace(stage=no_op, encode=no_op, encode_mean=no_op, decode=no_op)
 
     def reduce(*_: Any) -> Iterator[Any]:
-        encode_mean()
+        kernels.encode_mean()
         return iter(())
 
-    decode = getattr(kernels, "decode", nothing)
     group = mock.Mock(rank=lambda: 0, size=lambda: hosts * ranks)
     with (
         mock.patch.object(transports, "NUM_SLOTS", lanes),
-        mock.patch.object(transports, "Future", Nothing),
+        mock.patch.object(transports, "Future", NoOp),
         mock.patch.object(transports.torch_private, "new_communicator", communicator),
-        mock.patch.object(BlockSlice, "copy_in", stage),
-        mock.patch.object(CompressedCollectives, "_encode_rows", encode),
+        mock.patch.object(BlockSlice, "copy_in", kernels.stage),
+        mock.patch.object(CompressedCollectives, "_encode_rows", kernels.encode),
         mock.patch.object(CompressedCollectives, "_reduce", reduce),
-        mock.patch.object(CompressedCollectives, "_decode", decode),
+        mock.patch.object(CompressedCollectives, "_decode", kernels.decode),
         mock.patch.object(torch, "Stream", stream),
-        mock.patch.object(torch.accelerator, "current_stream", Nothing),
-        mock.patch.object(torch.Tensor, "record_stream", Nothing),
+        mock.patch.object(torch.accelerator, "current_stream", NoOp),
+        mock.patch.object(torch.Tensor, "record_stream", NoOp),
     ):
         topology = Topology(0, ranks_by_host, "two levels", iter(["name"]))
         collectives = CompressedCollectives(topology, group, META, HookStats())
         values = torch.empty(NUMEL, device=META)
-        form = COMM_FORMATS[wire]
-        residual = Residual.from_values(torch.empty(256, device=META))
-        residuals = [residual] * 2 if form.needs_error_feedback else []
-
-        layout = collectives.make_layout("buckets", form, [NUMEL], 4)
+        encoding = COMM_FORMATS[comm_format]
+        residuals = []
+        if encoding.needs_error_feedback:
+            residual = Residual.from_values(torch.empty(256, device=META))
+            residuals = [residual, residual]
+        layout = collectives.make_layout("buckets", encoding, [NUMEL], 4)
         assert layout is not None
 
         def average() -> None:
@@ -104,36 +116,51 @@ def imagined(
 
 
 class Clock:
-    """A stream, a communicator or a link: when it is free, in microseconds."""
+    """The clock of a stream, a communicator or a link.
+
+    Attributes:
+        free: The time in microseconds from which it is free.
+    """
 
     def __init__(self) -> None:
         self.free = 0.0
 
 
 class Device:
-    """Streams whose clocks kernels and collectives advance; one link between hosts."""
+    """Streams with clocks that kernels and collectives advance, and one link between hosts.
+
+    Args:
+        link: Bytes in a microsecond between hosts.
+    """
 
     def __init__(self, link: float) -> None:
         self.link = link
-        self.current = self.network = Clock()
+        self.network = Clock()
+        self.current = self.network
         self.streams: list[Stream] = []
 
-    def kernel(self, nbytes: float) -> None:
-        """Run on the current stream."""
-        self.current.free += LAUNCH + nbytes / MEMORY
+    def run_kernel(self, nbytes: float) -> None:
+        """Run a kernel on the current stream."""
+        self.current.free += LAUNCH + nbytes / MEMORY_BANDWIDTH
 
-    def collective(self, queue: Clock, nbytes: float, between_hosts: bool) -> Nothing:
-        """Run when its communicator, and the link, are free; the current stream waits for it."""
-        clocks = [self.current, queue, *([self.network] if between_hosts else [])]
-        start = max(clock.free for clock in clocks)
-        took = LAUNCH + nbytes / (self.link if between_hosts else INNER)
+    def run_collective(self, queue: Clock, nbytes: float, between_hosts: bool) -> NoOp:
+        """Run a collective as soon as its communicator, and the link, are free.
+
+        The current stream waits for it.
+        """
+        clocks = [self.current, queue]
+        bandwidth = LOCAL_BANDWIDTH
+        if between_hosts:
+            clocks.append(self.network)
+            bandwidth = self.link
+        end = max(clock.free for clock in clocks) + LAUNCH + nbytes / bandwidth
         for clock in clocks:
-            clock.free = start + took
-        return Nothing()
+            clock.free = end
+        return NoOp()
 
 
 class Stream(Clock):
-    """Of a lane."""
+    """The stream of a lane."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -141,7 +168,7 @@ class Stream(Clock):
         device.streams.append(self)
 
     def wait_stream(self, _: object) -> None:
-        """The backward pass has always gone on."""
+        """Do not wait, because the backward pass is always ahead."""
 
     def __enter__(self) -> None:
         self._device.current = self
@@ -150,78 +177,96 @@ class Stream(Clock):
 
 
 class Communicator(Clock):
-    """Of a level, and of a lane."""
+    """The communicator of a level, and of a lane."""
 
-    def __init__(self, device: Device, outer: bool) -> None:
+    def __init__(self, device: Device, between_hosts: bool) -> None:
         super().__init__()
-        self._device, self._outer = device, outer
+        self._device = device
+        self._between_hosts = between_hosts
 
     def alltoall_base(self, received: Any, sent: Any, *_: Any) -> Any:
-        """Each rank's rows but its own."""
+        """Send the rows of all other ranks."""
         return self._send(sent.nbytes * (len(sent) - 1) / len(sent))
 
     def alltoall(self, received: Any, sent: Any) -> Any:
-        """Each rank's parts but its own."""
-        return self._send(sum(each.nbytes for each in sent))
+        """Send all tensors."""
+        return self._send(sum(tensor.nbytes for tensor in sent))
 
     def shutdown(self) -> None:
-        """Nothing to give back."""
+        """Do nothing, because there is nothing to free."""
 
-    def _allgather_base(self, rows: Any, own: Any) -> Any:
-        return self._send(own.nbytes * (len(rows) - 1))
+    def _allgather_base(self, rows: Any, row: Any) -> Any:
+        return self._send(row.nbytes * (len(rows) - 1))
 
     def _send(self, nbytes: float) -> Any:
-        return self._device.collective(self, nbytes, self._outer)
+        return self._device.run_collective(self, nbytes, self._between_hosts)
 
 
-def microseconds(
-    hosts: int, ranks: int, gbit: float, lanes: int, name_of: Callable[[str], str]
+def measure_bucket(
+    hosts: int, ranks: int, gbit: float, lanes: int, shared_by: Callable[[str], str]
 ) -> float:
-    """Return the time of a bucket, of many; communicators of one name are one."""
+    """Return the mean time of a bucket in microseconds.
+
+    Args:
+        hosts: Number of hosts.
+        ranks: Number of ranks on each host.
+        gbit: Gbit/s of all cards of a host.
+        lanes: Number of lanes.
+        shared_by: Maps the name of a communicator to a key. Equal keys share a communicator.
+    """
     device = Device(gbit * 125.0 / ranks)
-    made: dict[str, Communicator] = {}
+    communicators: dict[str, Communicator] = {}
 
-    def communicator(name: str, *_: Any) -> Communicator:
-        return made.setdefault(name_of(name), Communicator(device, "/outer/" in name))
+    def make_communicator(name: str, *_: Any) -> Communicator:
+        communicator = Communicator(device, "/outer/" in name)
+        return communicators.setdefault(shared_by(name), communicator)
 
-    def runs(nbytes: float) -> Callable[..., None]:
-        return lambda *_: device.kernel(nbytes)
+    def make_kernel(nbytes: float) -> Callable[..., None]:
+        return lambda *_: device.run_kernel(nbytes)
 
-    share = 4 * NUMEL / ranks
+    rank_bytes = 4 * NUMEL / ranks
     kernels = SimpleNamespace(
-        stage=runs(8 * NUMEL),
-        encode=runs(share * (ranks + 0.25)),
-        encode_mean=runs(share),
-        decode=runs(4 * NUMEL * 1.25),
+        stage=make_kernel(8 * NUMEL),
+        encode=make_kernel(rank_bytes * (ranks + 0.25)),
+        encode_mean=make_kernel(rank_bytes),
+        decode=make_kernel(4 * NUMEL * 1.25),
     )
-    how: Any = {"communicator": communicator, "kernels": kernels, "lanes": lanes}
-    how["stream"] = lambda *_, **__: Stream(device)
-    with imagined(hosts, ranks, "int8", **how) as average:
+    with simulate(
+        hosts,
+        ranks,
+        "int8",
+        communicator=make_communicator,
+        stream=lambda *_, **__: Stream(device),
+        kernels=kernels,
+        lanes=lanes,
+    ) as average:
         for _ in range(BUCKETS):
             average()
     return max(stream.free for stream in device.streams) / BUCKETS
 
 
 def main(*, hosts: int = 16, ranks: int = 8, gbit: float = 400.0) -> None:
-    """Print a line for each way.
+    """Print the time of a bucket with each arrangement of lanes and communicators.
 
     Args:
-        hosts: How many.
-        ranks: Of each host.
-        gbit: Of all cards of a host.
+        hosts: Number of hosts.
+        ranks: Number of ranks on each host.
+        gbit: Gbit/s of all cards of a host.
     """
-    cluster = hosts, ranks, gbit
-    found = {
-        "two lanes, communicators of their own": microseconds(*cluster, 2, str),
-        "two lanes, one communicator a level": microseconds(
-            *cluster, 2, lambda name: name.rpartition("/")[0]
-        ),
-        "one lane": microseconds(*cluster, 1, str),
+
+    def level_of(name: str) -> str:
+        return name.rpartition("/")[0]
+
+    times = {
+        "two lanes, a communicator each": measure_bucket(hosts, ranks, gbit, 2, str),
+        "two lanes, one communicator a level": measure_bucket(hosts, ranks, gbit, 2, level_of),
+        "one lane": measure_bucket(hosts, ranks, gbit, 1, str),
     }
-    own = next(iter(found.values()))
-    for name, each in found.items():
-        print(f"{name:<40}{each:7.0f} us a bucket   {each / own:.2f}")
+    baseline = next(iter(times.values()))
+    for name, microseconds in times.items():
+        ratio = microseconds / baseline
+        print(f"{name:<40}{microseconds:7.0f} us a bucket   {ratio:.2f}")
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,13 +1,13 @@
-"""A DDP training step of 25 million parameters: each hook beside torch's and beside none.
+"""A DDP training step of 25 million parameters with each hook, with torch's, and without a hook.
 
     OMP_NUM_THREADS=1 python -m benchmarks.comm_hooks_step [--ranks 2 4] [--rounds 15]
     python -m benchmarks.comm_hooks_step --device cuda --ranks N
 
-Every contender has its own copy of the model under DDP; steps are taken in turn on all ranks. On
-a device each rank has one of its own.
+Every contender has a copy of the model under DDP, and the contenders take their steps in turn on
+all ranks. On an accelerator each rank has a separate device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
+from benchmarks.common import (
+    Timings,
+    format_median,
+    format_ratio,
+    interleave,
+    print_table,
+    run_command,
+    slowest_times,
+)
 from distamp import comm_hooks
 from tests.ranks import RankPool
 
@@ -25,7 +33,7 @@ WIDTH, LAYERS, WARMUP = 1776, 8, 2
 
 
 def register(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
-    """Register torch's hook, or distamp's for a wire format; return the state of the latter."""
+    """Register torch's hook, or a format of distamp. Return the hook of distamp, or None."""
     if name == TORCH:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name in comm_hooks.COMM_FORMATS:
@@ -34,45 +42,52 @@ def register(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
 
 
 def time_steps(
-    wires: Sequence[str],
+    formats: Sequence[str],
     rounds: int,
     width: int = WIDTH,
     layers: int = LAYERS,
     ranks_per_host: int | None = None,
     device: str = "cpu",
 ) -> tuple[Timings, dict[str, float]]:
-    """Time steps without a hook, with torch's and with ours in turn, on every rank.
+    """Time steps without a hook, with torch's and with distamp's in turn.
+
+    Collective: every rank must call this.
 
     Args:
-        wires: Formats of ours.
-        rounds: Timed steps of each.
-        width: Of the linear layers that the model is made of.
-        layers: Their number.
+        formats: Formats of distamp.
+        rounds: Number of timed steps of each.
+        width: Width of the linear layers of the model.
+        layers: Number of the linear layers.
         ranks_per_host: As for `distamp.comm_hooks.register_comm_hook`.
-        device: Where this rank computes.
+        device: Device type of this rank.
 
     Returns:
-        Seconds and bytes of one step, on this rank: those of a ring, or what a hook counted.
+        The seconds of the steps and the bytes of one step on this rank. The bytes come from the
+        formula of a ring all-reduce, or from the counts of a hook.
     """
     if device != "cpu":
         torch.accelerator.set_device_index(dist.get_rank())
     steps: dict[str, Callable[[], None]] = {}
-    states: dict[str, Any] = {}
-    for name in (FP32, TORCH, *wires):
+    hooks: dict[str, Any] = {}
+    for name in (FP32, TORCH, *formats):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
         model = DistributedDataParallel(net)
-        states[name] = register(model, name, ranks_per_host=ranks_per_host)
-        steps[name] = _step(model, torch.randn(1, width, device=device))
-    timings = interleave(steps, rounds, warmup=WARMUP, before=dist.barrier)
-    size, numel = dist.get_world_size(), (width + 1) * width * layers
-    ring = 2 * (size - 1) / size * numel
-    sent = {FP32: 4 * ring, TORCH: 2 * ring}
-    sent |= {name: states[name].stats().total_bytes / (rounds + WARMUP) for name in wires}
-    return timings, sent
+        hooks[name] = register(model, name, ranks_per_host=ranks_per_host)
+        steps[name] = make_step(model, torch.randn(1, width, device=device))
+    times = interleave(steps, rounds, warmup=WARMUP, setup=dist.barrier)
+    world_size = dist.get_world_size()
+    numel = (width + 1) * width * layers
+    ring_numel = 2 * (world_size - 1) / world_size * numel
+    sent = {FP32: 4 * ring_numel, TORCH: 2 * ring_numel}
+    for name in formats:
+        sent[name] = hooks[name].stats().total_bytes / (rounds + WARMUP)
+    return times, sent
 
 
-def _step(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
+def make_step(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs a forward and a backward pass."""
+
     def step() -> None:
         model.zero_grad()
         model(batch).square().mean().backward()
@@ -88,33 +103,32 @@ def main(
     wires: Sequence[str] = ("fp16", "bf16", "int8"),
     device: str = "cpu",
 ) -> None:
-    """Compare a training step with each hook with torch's hook and with none.
+    """Compare a training step with each hook, with torch's hook and without a hook.
 
     Args:
-        ranks: How many; one number or several.
-        rounds: Timed steps of each.
-        width: Of each layer.
+        ranks: Numbers of ranks.
+        rounds: Number of timed steps of each contender.
+        width: Width of each layer.
         wires: Formats of distamp's hooks.
-        device: cpu, or cuda, with a rank on each GPU.
+        device: cpu, or cuda with a rank on each GPU.
     """
-    for size in ranks:
-        backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
-        with RankPool(size, timeout=1800, backend=backend) as pool:
-            found = pool.run(time_steps, wires, rounds, width, LAYERS, None, device)
-        times, sent = slowest([each for each, _ in found]), found[0][1]
-        rows = (
-            [
-                name,
-                median(mine),
-                ratio(mine, times[TORCH]),
-                ratio(mine, times[FP32]),
-                f"{sent[name] / 1e6:.1f}",
-            ]
-            for name, mine in times.items()
-        )
-        header = ["", "ms", "beside torch's", "beside none", "MB a rank"]
-        table(header, rows, f"{size} ranks")
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+    for world_size in ranks:
+        with RankPool(world_size, timeout=1800, backend=backend) as pool:
+            results = pool.run(time_steps, wires, rounds, width, LAYERS, None, device)
+        times = slowest_times([rank_times for rank_times, _ in results])
+        _, sent = results[0]
+        header = ["", "ms", "ratio to torch's hook", "ratio to no hook", "MB a rank"]
+        print_table(header, make_rows(times, sent), f"{world_size} ranks")
+
+
+def make_rows(times: Timings, sent: Mapping[str, float]) -> Iterator[list[str]]:
+    """Yield the row of each contender."""
+    for name, seconds in times.items():
+        to_torch = format_ratio(seconds, times[TORCH])
+        to_fp32 = format_ratio(seconds, times[FP32])
+        yield [name, format_median(seconds), to_torch, to_fp32, f"{sent[name] / 1e6:.1f}"]
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

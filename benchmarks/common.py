@@ -1,4 +1,4 @@
-"""What every script here does: options, contenders timed in turn, ratios to a peer, tables."""
+"""Options, timing in turns, ratios and tables for the scripts in this folder."""
 
 import functools
 import itertools
@@ -14,24 +14,37 @@ from typing import Any
 import cyclopts
 import torch
 
-__all__ = ["command", "environment", "interleave", "median", "ratio", "slowest", "table"]
+__all__ = [
+    "describe_environment",
+    "format_median",
+    "format_ratio",
+    "interleave",
+    "print_table",
+    "run_command",
+    "slowest_times",
+]
 
 # Seconds by contender, one for each round.
 Timings = dict[str, list[float]]
 
 
-def command(main: Callable[..., object]) -> None:
-    """Print the environment and call a script's function, whose arguments are the options."""
+def run_command(main: Callable[..., object]) -> None:
+    """Print the environment and call a script's function with the options of the command line."""
 
     @functools.wraps(main)
     def run(*args: Any, **kwargs: Any) -> None:
-        print(environment(), flush=True)
+        print(describe_environment(), flush=True)
         main(*args, **kwargs)
 
-    several = cyclopts.Parameter(consume_multiple=True, negative="")
-    app = cyclopts.App(default_parameter=several, version_flags=[])
+    # An option of several values takes all words up to the next option.
+    defaults = cyclopts.Parameter(consume_multiple=True, negative="")
+    app = cyclopts.App(default_parameter=defaults, version_flags=[])
     app.default(run)
     app()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def interleave(
@@ -39,27 +52,28 @@ def interleave(
     rounds: int,
     *,
     warmup: int = 3,
-    before: Callable[[], object] = lambda: None,
+    setup: Callable[[], object] = _do_nothing,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
-    """Time every contender once in each round, so that a busy machine is busy for all of them.
+    """Time every contender once in each round, so that a busy machine slows all of them.
 
-    The order is drawn anew for each round, so nobody always follows the same neighbour, whose long
-    run may have used up the scheduler's favour. With several ranks, every rank calls this with the
-    same contenders and draws the same orders.
+    Each round has a new random order. Otherwise a contender would always follow the same neighbour,
+    which may have used up its time slice. On several ranks, every rank must call this with the same
+    contenders, and draws the same orders.
 
     Args:
-        contenders: What to time, by name.
-        rounds: Timed rounds.
-        warmup: Rounds before those, not timed.
-        before: Called before each contender, not timed: restores the data, waits for other ranks.
-        clock: Seconds; ``time.thread_time`` leaves out what else the machine does.
+        contenders: The functions to time, by name.
+        rounds: Number of timed rounds.
+        warmup: Number of rounds before them that are not timed.
+        setup: Called before each contender and not timed. It restores the data, or waits for other
+            ranks.
+        clock: Returns seconds. ``time.thread_time`` leaves out other work of the machine.
     """
     timings: Timings = {name: [] for name in contenders}
     order = random.Random(0)
     for number in range(-warmup, rounds):
         for name in order.sample(list(contenders), len(contenders)):
-            before()
+            setup()
             _synchronize()
             start = clock()
             contenders[name]()
@@ -70,40 +84,46 @@ def interleave(
     return timings
 
 
-def ratio(mine: list[float], peers: list[float]) -> str:
-    """Return the median of ``mine / peers``, round by round, and its quartiles."""
-    ratios = [a / b for a, b in zip(mine, peers, strict=True)]
+def format_ratio(times: Sequence[float], peer_times: Sequence[float]) -> str:
+    """Return the median of ``times / peer_times``, round by round, with its quartiles."""
+    ratios = [seconds / peer for seconds, peer in zip(times, peer_times, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{median:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def slowest(ranks: list[Timings]) -> Timings:
-    """Return, for each contender and round, the time of the slowest rank."""
-    return {
-        name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)]
-        for name in ranks[0]
-    }
+def slowest_times(ranks: Sequence[Timings]) -> Timings:
+    """Return the time of the slowest rank for each contender and round."""
+    slowest: Timings = {}
+    for name in ranks[0]:
+        rounds = zip(*(rank[name] for rank in ranks), strict=True)
+        slowest[name] = [max(times) for times in rounds]
+    return slowest
 
 
-def median(times: Sequence[float], factor: float = 1e3) -> str:
-    """Return the median of seconds in three digits: in milliseconds, or in others by a factor."""
-    return f"{float(f'{factor * statistics.median(times):.3g}'):g}"
+def format_median(times: Sequence[float], factor: float = 1e3) -> str:
+    """Return the median of seconds with three digits, in milliseconds or times another factor."""
+    median = factor * statistics.median(times)
+    rounded = float(f"{median:.3g}")
+    return f"{rounded:g}"
 
 
-def table(header: Sequence[str], rows: Iterable[Iterable[object]], title: str = "") -> None:
-    """Print a Markdown table, each row as soon as it is there."""
+def print_table(header: Sequence[str], rows: Iterable[Iterable[object]], title: str = "") -> None:
+    """Print a Markdown table, each row as soon as it is measured."""
     print(f"\n{title}\n" if title else "")
-    for cells in itertools.chain([header, ["---"] * len(header)], rows):
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    rule = ["---"] * len(header)
+    for row in itertools.chain([header, rule], rows):
+        cells = " | ".join(str(cell) for cell in row)
+        print(f"| {cells} |", flush=True)
 
 
-def environment() -> str:
+def describe_environment() -> str:
     """Return the device and the versions that a figure depends on, in one line."""
     if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         device = f"{torch.accelerator.device_count()} x {module.get_device_name()}"
     else:
-        names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+        names = re.findall(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
         cpu = f"{len(names)} x {names[0]}" if names else platform.machine()
         device = f"CPU only ({cpu}, {torch.get_num_threads()} thread)"
     return f"{device}; torch {torch.__version__}, python {platform.python_version()}"

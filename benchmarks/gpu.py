@@ -1,9 +1,9 @@
-"""What only a GPU can show, part by part; benchmarks/gpu.sh runs them all, each in its own process.
+"""Measurements that need a GPU. benchmarks/gpu.sh runs each part in a separate process.
 
     python -m benchmarks.gpu training | syncs | graphs
 
-On the simulated accelerator under CUDA's name figures mean nothing; the script leaves out the parts
-that it cannot run.
+On the simulated accelerator under CUDA's name the figures mean nothing, and benchmarks/gpu.sh
+leaves out the parts that cannot run there.
 """
 
 import warnings
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import command, interleave, ratio, table
+from benchmarks.common import format_ratio, interleave, print_table, run_command
 from distamp import DistGradScaler, autocast
 from launch.config import Config
 from launch.model import GPT
@@ -26,23 +26,29 @@ def simulated() -> bool:
 
 
 class Training:
-    """Steps of a GPT in one format, with a fused AdamW and distamp's scaler."""
+    """The training of a GPT in one format, with AdamW and a scaler.
+
+    Args:
+        dtype: Dtype of the autocast region, or None for fp32.
+        fused: Use a fused AdamW.
+        scaler: The scaler. The default is one of distamp.
+    """
 
     def __init__(
         self, dtype: torch.dtype | None, *, fused: bool = True, scaler: Any = None
     ) -> None:
-        size = 64 if simulated() else 1024
-        config = Config(
-            layers=2 if simulated() else 12, heads=size // 64, d_model=size, seq_len=size
-        )
+        layers, size, batch_size = 12, 1024, 8
+        if simulated():
+            layers, size, batch_size = 2, 64, 2
+        config = Config(layers=layers, heads=size // 64, d_model=size, seq_len=size)
         torch.manual_seed(0)
         self.model: nn.Module = GPT(config, 256).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.scaler = scaler or DistGradScaler("cuda", enabled=dtype == torch.float16)
-        self.tokens = torch.randint(256, (2 if simulated() else 8, size), device="cuda")
+        self.tokens = torch.randint(256, (batch_size, size), device="cuda")
         self.dtype = dtype
 
-    def loss(self) -> Tensor:
+    def compute_loss(self) -> Tensor:
         """Return the scaled loss of a forward pass."""
         with autocast("cuda", dtype=self.dtype, enabled=self.dtype is not None):
             logits = self.model(self.tokens)
@@ -52,78 +58,86 @@ class Training:
     def step(self) -> None:
         """Take a whole step."""
         self.optimizer.zero_grad()
-        self.loss().backward()
+        self.compute_loss().backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def measure_activations(self) -> str:
+        """Return the MiB that a forward pass leaves allocated."""
+        if simulated():
+            return "not known here"
+        self.optimizer.zero_grad()
+        bytes_before = torch.cuda.memory_allocated()
+        loss = self.compute_loss()
+        activation_bytes = torch.cuda.memory_allocated() - bytes_before
+        del loss
+        return f"{activation_bytes / 2**20:.0f}"
 
 
 def training() -> None:
     """Print the time and memory of a step in each format."""
-    runs = {name: Training(dtype) for name, dtype in FORMATS.items()}
-    times = interleave({name: run.step for name, run in runs.items()}, 2 if simulated() else 30)
-    memory = {name: "not known here" if simulated() else _memory(run) for name, run in runs.items()}
-    rows = [
-        [name, f"{1e3 * min(times[name]):.1f}", ratio(times["fp32"], each), memory[name]]
-        for name, each in times.items()
-    ]
-    table(["", "least ms a step", "times as fast as fp32", "activations, MiB"], rows)
-
-
-def _memory(run: Training) -> str:
-    run.optimizer.zero_grad()
-    before = torch.cuda.memory_allocated()
-    loss = run.loss()
-    held = torch.cuda.memory_allocated() - before
-    del loss
-    return f"{held / 2**20:.0f}"
+    trainings = {name: Training(dtype) for name, dtype in FORMATS.items()}
+    steps = {name: run.step for name, run in trainings.items()}
+    times = interleave(steps, 2 if simulated() else 30)
+    rows = []
+    for name, run in trainings.items():
+        milliseconds = 1e3 * min(times[name])
+        speedup = format_ratio(times["fp32"], times[name])
+        rows.append([name, f"{milliseconds:.1f}", speedup, run.measure_activations()])
+    header = ["", "least ms a step", "times as fast as fp32", "activations, MiB"]
+    print_table(header, rows)
 
 
 def syncs() -> None:
-    """Count the host's waits in a step; in a fused step of distamp any is an error."""
+    """Count the waits of the host in a step. A wait in a fused step of distamp is an error."""
     rows = []
     for fused in (True, False):
-        for kind in (DistGradScaler, torch.amp.GradScaler):
-            run = Training(torch.float16, fused=fused, scaler=kind("cuda"))
+        for scaler_class in (DistGradScaler, torch.amp.GradScaler):
+            run = Training(torch.float16, fused=fused, scaler=scaler_class("cuda"))
             run.step()
             run.step()
-            strict = fused and kind is DistGradScaler
-            with warnings.catch_warnings(record=True) as found:
+            must_not_wait = fused and scaler_class is DistGradScaler
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("error" if strict else "warn")
+                torch.cuda.set_sync_debug_mode("error" if must_not_wait else "warn")
                 run.step()
                 torch.cuda.set_sync_debug_mode("default")
-            waits = sum("synchroniz" in str(each.message) for each in found)
-            rows.append([kind.__name__, "fused" if fused else "plain", waits])
-    table(["scaler", "AdamW", "waits in a step"], rows)
+            waits = sum("synchroniz" in str(warning.message) for warning in caught)
+            rows.append([scaler_class.__name__, "fused" if fused else "plain", waits])
+    print_table(["scaler", "AdamW", "waits in a step"], rows)
 
 
 def graphs() -> None:
-    """Capture forward and backward passes in a graph; replayed steps equal those without."""
-    ends = []
-    for captured in (False, True):
-        run = Training(torch.float16)
-        for _ in range(3):
-            run.step()
-        run.optimizer.zero_grad()
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run.loss().backward()
-        for _ in range(5):
-            # A graph writes its gradients where it has captured them.
-            run.optimizer.zero_grad(set_to_none=False)
-            if captured:
-                graph.replay()
-            else:
-                run.loss().backward()
-            run.scaler.step(run.optimizer)
-            run.scaler.update()
-        ends.append([p.detach().cpu() for p in run.model.parameters()])
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+    """Compare steps from a CUDA graph of the forward and backward passes with plain steps."""
+    plain = train_for_graphs(captured=False)
+    replayed = train_for_graphs(captured=True)
+    torch.testing.assert_close(replayed, plain, rtol=1e-3, atol=1e-4)
     print("five replayed steps equal five without a graph, within 1e-3")
 
 
-PARTS = {part.__name__: part for part in (training, syncs, graphs)}
+def train_for_graphs(captured: bool) -> list[Tensor]:
+    """Return the weights after eight steps. The last five may come from a graph."""
+    run = Training(torch.float16)
+    for _ in range(3):
+        run.step()
+    run.optimizer.zero_grad()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run.compute_loss().backward()
+    for _ in range(5):
+        # A graph writes to the gradients that it has captured, so they must stay allocated.
+        run.optimizer.zero_grad(set_to_none=False)
+        if captured:
+            graph.replay()
+        else:
+            run.compute_loss().backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+    return [p.detach().cpu() for p in run.model.parameters()]
+
+
+PARTS = {"training": training, "syncs": syncs, "graphs": graphs}
 
 
 def main(part: str, /) -> None:
@@ -132,4 +146,4 @@ def main(part: str, /) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,103 +1,111 @@
-"""How the scaler's round and the hooks' exchange grow, beside torch's in the same run.
+"""The growth of the scaler's round and of the hooks' messages, compared with torch in the same run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.growth [--only parameters optimizers ranks tensors hosts]
 
-prints the tables of docs/results/growth.md. The round is that of `scaler_round`, over parameters of
-16 elements; the exchange is a training step of `comm_hooks_step`. Ranks share this machine's cores,
-and hosts are groups of ranks on it (``ranks_per_host=``). On several ranks GradScaler sends
-nothing.
+The benchmark prints the tables of docs/results/growth.md. The round is that of `scaler_round`, with
+parameters of 16 elements. The messages come from a training step of `comm_hooks_step`. The ranks
+share the cores of this machine, and hosts are groups of ranks on it (``ranks_per_host=``). On
+several ranks GradScaler sends nothing.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks import scaler_round
 from benchmarks.comm_hooks_step import FP32, TORCH, time_steps
-from benchmarks.common import command, median, ratio, slowest, table
+from benchmarks.common import format_median, format_ratio, print_table, run_command, slowest_times
+from benchmarks.scaler_round import HEADER, Case, measure_cases
 from tests.ranks import RankPool
 
-Rows = Iterable[list[str]]
+Rows = Iterator[list[str]]
 
 ELEMENTS = 16
-# Of the layers of a model that is nothing but tensors, and of one that is nothing but bytes.
-THIN, WIDE = 16, 1024
-WIRES = ("fp16", "int8")
+# Widths of the layers of a model with many small tensors, and of a model with many bytes.
+NARROW, WIDE = 16, 1024
+FORMATS = ("fp16", "int8")
 
 
 def parameters() -> Rows:
-    """The round against the number of parameters."""
-    return _rounds([1], [(count, 1) for count in (10, 100, 1_000, 10_000)])
+    """The round with increasing numbers of parameters."""
+    return _measure_rounds([1], [(count, 1) for count in (10, 100, 1_000, 10_000)])
 
 
 def optimizers() -> Rows:
-    """The round against the number of optimizers: one `step_all`, and torch's loop."""
-    return _rounds([1, 2], [(640, count) for count in (1, 4, 16, 64)])
+    """The round with increasing numbers of optimizers: one `step_all`, and torch's loop."""
+    return _measure_rounds([1, 2], [(640, count) for count in (1, 4, 16, 64)])
 
 
 def ranks() -> Rows:
-    """The round against the number of ranks."""
-    return _rounds([1, 2, 4, 8], [(100, 1)])
+    """The round with increasing numbers of ranks."""
+    return _measure_rounds([1, 2, 4, 8], [(100, 1)])
 
 
-def _rounds(ranks: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Rows:
-    """A round of each number of parameters and optimizers."""
-
-    def compared(ranks: int) -> Rows:
-        rounds = (max(20, min(300, 200_000 // size // ranks**2)) for size, _ in sizes)
-        cases = zip(sizes, rounds, strict=True)
-        whole = [(size, ELEMENTS, count, some) for (size, count), some in cases]
-        return scaler_round.compared(ranks, whole)
-
-    return itertools.chain.from_iterable(map(compared, ranks))
+def _measure_rounds(world_sizes: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Rows:
+    """Yield rows for numbers of parameters and optimizers on each number of ranks."""
+    for world_size in world_sizes:
+        cases = []
+        for num_params, num_optimizers in sizes:
+            rounds = 200_000 // num_params // world_size**2
+            rounds = max(20, min(300, rounds))
+            cases.append(Case(num_params, ELEMENTS, num_optimizers, rounds))
+        yield from measure_cases(world_size, cases)
 
 
 def tensors() -> Rows:
-    """A step against the number of parameters, on two ranks; bytes of a rank, of fp32's."""
-    counts = (10, 100, 1_000, 10_000)
-    return _exchanges((f"{n:,} parameters", 2, THIN, n // 2, None) for n in counts)
+    """A step with increasing numbers of parameters, on two ranks. Bytes of a rank, of fp32's."""
+    for count in (10, 100, 1_000, 10_000):
+        yield _measure_step(f"{count:,} parameters", 2, NARROW, count // 2, None)
 
 
 def hosts() -> Rows:
-    """A step of 8 MB against the number of hosts of two ranks.
+    """A step of 8 MB with increasing numbers of hosts of two ranks.
 
-    Bytes: what a rank sends to other hosts (on one host: to the other rank), of an fp32 ring's.
+    The columns of bytes count the messages of a rank to other hosts, or to the second rank if there
+    is only one host, as a fraction of an fp32 ring's.
     """
-    return _exchanges((f"{n} x 2", 2 * n, WIDE, 2, 2) for n in (1, 2, 3, 4))
+    for count in (1, 2, 3, 4):
+        yield _measure_step(f"{count} x 2", 2 * count, WIDE, 2, 2)
 
 
-def _exchanges(cases: Iterable[tuple[str, int, int, int, int | None]]) -> Iterator[list[str]]:
-    """A training step of each case: its name, ranks, width, layers and ranks on a host."""
-    for name, size, *model in cases:
-        with RankPool(size, timeout=600) as pool:
-            found = pool.run(time_steps, WIRES, 15, *model)
-        times, sent = slowest([each for each, _ in found]), found[0][1]
-        beside = [ratio(times[wire], times[TORCH]) for wire in WIRES]
-        share = [f"{sent[wire] / sent[FP32]:.2f}" for wire in WIRES]
-        yield [name, str(size), median(times[TORCH]), *beside, *share]
+def _measure_step(
+    name: str, world_size: int, width: int, layers: int, ranks_per_host: int | None
+) -> list[str]:
+    """Return the row of a training step."""
+    with RankPool(world_size, timeout=600) as pool:
+        results = pool.run(time_steps, FORMATS, 15, width, layers, ranks_per_host)
+    times = slowest_times([rank_times for rank_times, _ in results])
+    _, sent = results[0]
+    row = [name, str(world_size), format_median(times[TORCH])]
+    for comm_format in FORMATS:
+        row.append(format_ratio(times[comm_format], times[TORCH]))
+    for comm_format in FORMATS:
+        row.append(f"{sent[comm_format] / sent[FP32]:.2f}")
+    return row
 
 
-STEP = ["", "ranks", "ms, torch's", "fp16 of torch's", "int8 of torch's"]
-STEP += ["fp16 bytes", "int8 bytes"]
-HEADERS: dict[Callable[[], Rows], list[str]] = {
-    parameters: scaler_round.HEADER,
-    optimizers: scaler_round.HEADER,
-    ranks: scaler_round.HEADER,
-    tensors: STEP,
-    hosts: STEP,
+STEP_HEADER = [
+    *("", "ranks", "ms, torch's hook", "fp16, ratio to torch's", "int8, ratio to torch's"),
+    *("fp16 bytes", "int8 bytes"),
+]
+TABLES: dict[Callable[[], Rows], list[str]] = {
+    parameters: HEADER,
+    optimizers: HEADER,
+    ranks: HEADER,
+    tensors: STEP_HEADER,
+    hosts: STEP_HEADER,
 }
 
 
 def main(*, only: Sequence[str] = ()) -> None:
-    """Print how cost grows: medians, and ratios with quartiles.
+    """Print the growth of the costs: medians, and ratios with quartiles.
 
     Args:
-        only: Which tables; all of them, if not given.
+        only: Tables to print. The default is all of them.
     """
-    for part, header in HEADERS.items():
-        if not only or part.__name__ in only:
-            says = (part.__doc__ or "").replace("\n    ", "\n").strip()
-            table(header, part(), f"## {part.__name__.capitalize()}\n\n{says}\n")
+    for measure, header in TABLES.items():
+        if only and measure.__name__ not in only:
+            continue
+        text = (measure.__doc__ or "").replace("\n    ", "\n").strip()
+        print_table(header, measure(), f"## {measure.__name__.capitalize()}\n\n{text}\n")
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,14 +1,16 @@
-"""What each level costs and what it comes to: validation loss and memory of levels and hooks.
+"""The cost of each precision level: validation loss and memory of levels and hooks.
 
     OMP_NUM_THREADS=1 python -m benchmarks.levels [--seeds 0 1 2] [--steps 300]
 
-Two models on real data, from the same seed and over the same batches at every level: the launcher's
-GPT on the Python standard library's source, and a small convolutional network with batch norms on
-scikit-learn's digits (which must be installed). Hooks run at fp32 on two ranks, beside fp32 on two
-ranks. Memory is counted in bytes, tensor by tensor, at one step: it depends on no machine.
+Two models train on real data, at every level from the same seed and on the same batches: the
+launcher's GPT on the source of Python's standard library, and a small convolutional network with
+batch norms on scikit-learn's digits (scikit-learn must be installed). Hooks run at fp32 on two
+ranks and are compared with fp32 on two ranks. Memory is the number of bytes of all tensors at one
+step, so it is the same on every machine.
 
-Prints the tables of docs/results/levels.md, and draws docs/images/levels.png. A run that
-docs/results/levels.json has, with as many steps, is not run again: remove it to train all anew.
+The benchmark prints the tables of docs/results/levels.md and draws docs/images/levels.png. It does
+not repeat a run with the same number of steps that is in docs/results/levels.json. Remove that file
+to train everything again.
 """
 
 import itertools
@@ -28,7 +30,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from benchmarks.common import command, environment, table
+from benchmarks.common import describe_environment, print_table, run_command
 from distamp import cast_model, initialize
 from distamp.levels import Amp
 from distamp.scaler import DynamicLossScale
@@ -37,22 +39,27 @@ from launch.data import batch_indices, load_data
 from launch.model import GPT
 from tests.ranks import RankPool
 
-# fp32 from weights that were rounded to fp16 once: what chance alone makes of so small a change.
+# fp32 from weights that were rounded to fp16 once: the effect of chance on so small a change.
 CONTROL = "fp32, rounded"
-# fp32 on two ranks under DistributedDataParallel, and with gradients reduced in a wire format.
+# fp32 on two ranks under DistributedDataParallel, without a hook and with one.
 TWO_RANKS = "fp32, 2 ranks"
 HOOKS = {TWO_RANKS: None, "hook fp16": "fp16", "hook int8": "int8"}
-SPLIT = "bf16-O2 split"
-ALONE = ("fp32", CONTROL, "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", SPLIT, "fp8")
-LEVELS = (*ALONE, *HOOKS)
-# Its one linear layer has 10 outputs, and float8 takes multiples of 16.
-LEFT_OUT = {("conv net", "fp8")}
-# A run this short would otherwise spend a part of it on finding its scale.
+SPLIT_MASTERS = "bf16-O2 split"
+ONE_PROCESS = (
+    *("fp32", CONTROL, "fp16", "fp16-O2", "fp16-O3"),
+    *("bf16", "bf16-O2", SPLIT_MASTERS, "fp8"),
+)
+LEVELS = (*ONE_PROCESS, *HOOKS)
+# The linear layer of the conv net has 10 outputs, and float8 needs multiples of 16.
+UNSUPPORTED = {("conv net", "fp8")}
+# The default scale would take many steps of so short a run to adapt.
 SCALING: dict[str, Any] = {
     "init_scale": 2.0**12,
     "loss_scale": DynamicLossScale(growth_interval=100),
 }
 RESULTS, IMAGE = Path("docs/results/levels.json"), Path("docs/images/levels.png")
+
+Run = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,108 +67,124 @@ class Task:
     """A model and its data.
 
     Attributes:
-        model: Makes the model, from torch's random numbers.
-        optimizer: Makes its optimizer for a level.
-        batch: Returns the training batch of a seed and step: inputs and targets.
-        validation: What the final loss is taken on.
+        make_model: Makes the model from torch's random numbers.
+        make_optimizer: Makes the optimizer for a level.
+        make_batch: Returns the training batch of a seed and step: inputs and targets.
+        validation: The inputs and targets for the final loss.
     """
 
-    model: Callable[[], nn.Module]
-    optimizer: Callable[[Iterable[Tensor], str], torch.optim.Optimizer]
-    batch: Callable[[int, int], tuple[Tensor, Tensor]]
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[Iterable[Tensor], str], torch.optim.Optimizer]
+    make_batch: Callable[[int, int], tuple[Tensor, Tensor]]
     validation: tuple[Tensor, Tensor]
 
 
-def gpt(batch: int = 8) -> Task:
-    """Return the launcher's GPT over the standard library's source."""
-    config = Config(layers=2, heads=4, d_model=64, seq_len=32, global_batch_size=batch)
+def make_gpt_task(batch_size: int = 8) -> Task:
+    """Return the launcher's GPT with the source of the standard library."""
+    config = Config(layers=2, heads=4, d_model=64, seq_len=32, global_batch_size=batch_size)
     data = load_data(config)
 
-    def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
-        places = next(batch_indices(len(data.train), seed, step * batch, batch))
-        inputs, targets = default_collate([data.train[place] for place in places])
+    def make_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+        indices = next(batch_indices(len(data.train), seed, step * batch_size, batch_size))
+        inputs, targets = default_collate([data.train[index] for index in indices])
         return inputs, targets
 
-    def model() -> nn.Module:
-        made = GPT(config, data.classes)
-        for name, weight in made.named_parameters():
-            made.init_weight(name, weight)
-        return made
+    def make_model() -> nn.Module:
+        model = GPT(config, data.classes)
+        for name, weight in model.named_parameters():
+            model.init_weight(name, weight)
+        return model
 
-    def adamw(parameters: Iterable[Tensor], level: str) -> torch.optim.Optimizer:
-        # At fp16-O3, where AdamW's state is float16, the usual eps would be zero.
+    def make_adamw(params: Iterable[Tensor], level: str) -> torch.optim.Optimizer:
+        # At fp16-O3 the state of AdamW is float16, in which the usual eps is zero.
         eps = 1e-4 if level == "fp16-O3" else 1e-8
-        return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), eps=eps)
+        return torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), eps=eps)
 
-    places = range(0, len(data.held_out), len(data.held_out) // 64)[:64]
-    inputs, targets = default_collate([data.held_out[place] for place in places])
-    return Task(model, adamw, take, (inputs, targets))
+    stride = len(data.held_out) // 64
+    inputs, targets = default_collate([data.held_out[index * stride] for index in range(64)])
+    return Task(make_model, make_adamw, make_batch, (inputs, targets))
 
 
-def conv_net(batch: int = 32) -> Task:
-    """Return three convolutions with batch norms over scikit-learn's handwritten digits."""
+def make_conv_net_task(batch_size: int = 32) -> Task:
+    """Return three convolutions with batch norms, and scikit-learn's handwritten digits."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     targets = torch.tensor(digits.target, dtype=torch.long)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    held_out, rest = order[:360], order[360:]
+    held_out, training = order[:360], order[360:]
 
-    def take(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def make_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed * 100_003 + step)
-        rows = rest[torch.randint(len(rest), (batch,), generator=generator)]
+        rows = training[torch.randint(len(training), (batch_size,), generator=generator)]
         return images[rows], targets[rows]
 
-    def model() -> nn.Module:
+    def make_model() -> nn.Module:
         layers: list[nn.Module] = []
-        for inner, outer, stride in ((1, 8, 1), (8, 16, 2), (16, 32, 2)):
-            layers.append(nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False))
-            layers += [nn.BatchNorm2d(outer), nn.ReLU()]
+        for in_channels, out_channels, stride in ((1, 8, 1), (8, 16, 2), (16, 32, 2)):
+            layers.append(nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False))
+            layers.append(nn.BatchNorm2d(out_channels))
+            layers.append(nn.ReLU())
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
-    def sgd(parameters: Iterable[Tensor], _: str) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, 0.01, momentum=0.9, weight_decay=1e-3)
+    def make_sgd(params: Iterable[Tensor], _: str) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, 0.01, momentum=0.9, weight_decay=1e-3)
 
-    return Task(model, sgd, take, (images[held_out], targets[held_out]))
-
-
-# What a rank is given by name: a task itself does not travel between processes.
-TASKS: dict[str, Callable[[], Task]] = {"GPT": gpt, "conv net": conv_net}
+    return Task(make_model, make_sgd, make_batch, (images[held_out], targets[held_out]))
 
 
-def loss_of(amp: Amp, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats, in fp32, of a pass at the level."""
+# A rank gets the name of a task, because a task cannot be sent between processes.
+TASKS: dict[str, Callable[[], Task]] = {"GPT": make_gpt_task, "conv net": make_conv_net_task}
+
+
+def compute_loss(amp: Amp, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats, in fp32, of a forward pass at the level."""
     with amp.autocast():
         logits = amp.model(inputs)
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
-def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train from a seed, with a hook on this rank's part of a batch; return the held-out loss."""
+def precision_of_run(level: str) -> str:
+    """Return the precision level of a row of the tables."""
+    if level in HOOKS or level == CONTROL:
+        return "fp32"
+    return level.split()[0]
+
+
+def train(name: str, level: str, seed: int, steps: int) -> Run:
+    """Train from a seed, with a hook on this rank's part of each batch; return the results."""
     task = TASKS[name]()
     torch.manual_seed(seed)
-    made = task.model()
+    model = task.make_model()
     if level == CONTROL:
-        made.half().float()
-    precision = level.split()[0].rstrip(",") if level in ALONE else "fp32"
-    how: dict[str, Any] = {"master_weights": "split"} if level == SPLIT else {}
-    model = cast_model(made, precision, **how)
-    rank, ranks = 0, 1
+        model.half().float()
+    precision = precision_of_run(level)
+    options: dict[str, Any] = {}
+    if level == SPLIT_MASTERS:
+        options["master_weights"] = "split"
+    model = cast_model(model, precision, **options)
+    rank, world_size = 0, 1
     if level in HOOKS:
         model = DistributedDataParallel(model)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-    optimizer = task.optimizer(list(model.parameters()), precision)
-    scaling = SCALING if precision in ("fp16", "fp16-O2") else {}
-    amp = initialize(model, optimizer, precision, comm_hook=HOOKS.get(level), **scaling, **how)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda taken: min(1.0, (taken + 1) / 20, (steps - taken) / (steps / 2))
-    )
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    optimizer = task.make_optimizer(list(model.parameters()), precision)
+    if precision in ("fp16", "fp16-O2"):
+        options.update(SCALING)
+    amp = initialize(model, optimizer, precision, comm_hook=HOOKS.get(level), **options)
+
+    def lr_factor(taken: int) -> float:
+        warmup = (taken + 1) / 20
+        decay = (steps - taken) / (steps / 2)
+        return min(1.0, warmup, decay)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     skipped = 0
     for step in range(steps):
-        inputs, targets = (each.chunk(ranks)[rank] for each in task.batch(seed, step))
+        batch = task.make_batch(seed, step)
+        inputs, targets = (tensor.chunk(world_size)[rank] for tensor in batch)
         amp.zero_grad()
-        amp.backward(loss_of(amp, inputs, targets))
+        amp.backward(compute_loss(amp, inputs, targets))
         amp.clip_grad_norm_(1.0)
         if amp.step():
             schedule.step()
@@ -169,92 +192,119 @@ def train(name: str, level: str, seed: int, steps: int) -> dict[str, Any]:
             skipped += 1
     amp.model.eval()
     with torch.no_grad():
-        loss = loss_of(amp, *task.validation).item()
-    memory = memory_of(amp, inputs, targets)
-    known = {"task": name, "level": level, "seed": seed}
-    return {**known, "loss": loss, "skipped": skipped, "memory": memory}
-
-
-def memory_of(amp: Amp, inputs: Tensor, targets: Tensor) -> dict[str, int]:
-    """Return bytes at one more step; casts of weights that autocast makes are activations."""
-    (optimizer,) = amp.optimizers
-    weights = [*amp.model.parameters()]
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    saved: dict[int, Tensor] = {}  # by storage; alive, so that none's place is used again
-
-    def save(tensor: Tensor) -> Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor
-
-    def gradients() -> int:
-        return sum(p.grad.nbytes for p in {*weights, *stepped} if p.grad is not None)
-
-    amp.model.train()
-    amp.zero_grad()
-    with saved_tensors_hooks(save, lambda tensor: tensor):
-        loss = loss_of(amp, inputs, targets)
-    for weight in weights:
-        saved.pop(weight.untyped_storage().data_ptr(), None)
-    amp.backward(loss)
-    held = gradients()
-    amp.clip_grad_norm_(1.0)
-    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        loss = compute_loss(amp, *task.validation).item()
+    memory = measure_memory(amp, inputs, targets)
     return {
-        "weights": sum(t.nbytes for t in (*weights, *amp.model.buffers())),
-        "masters": sum(masters.nbytes for masters in amp.masters),
-        "gradients": max(held, gradients()),
-        "optimizer": sum(t.nbytes for t in state),
-        "activations": sum(t.untyped_storage().nbytes() for t in saved.values()),
+        "task": name,
+        "level": level,
+        "seed": seed,
+        "loss": loss,
+        "skipped": skipped,
+        "memory": memory,
     }
 
 
-def _of(runs: list[dict[str, Any]], task: str, level: str) -> tuple[list[dict[str, Any]], Any]:
-    """Return the runs of a level by seed, and how many per cent their losses lie beside fp32's."""
+def measure_memory(amp: Amp, inputs: Tensor, targets: Tensor) -> dict[str, int]:
+    """Take one more step and return its bytes by kind.
 
-    def of(wanted: str) -> list[dict[str, Any]]:
-        found = [run for run in runs if (run["task"], run["level"]) == (task, wanted)]
-        return sorted(found, key=lambda run: run["seed"])  # type: ignore[no-any-return]
+    The casts of weights that autocast makes count as activations.
+    """
+    (optimizer,) = amp.optimizers
+    weights = list(amp.model.parameters())
+    params = set(weights)
+    for group in optimizer.param_groups:
+        params.update(group["params"])
+    # The keys are storages. The tensors are kept alive, so that no storage is used twice.
+    activations: dict[int, Tensor] = {}
 
-    mine, base = of(level), of(TWO_RANKS if level in HOOKS else "fp32")
-    return mine, [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(mine, base, strict=False)]
+    def pack(tensor: Tensor) -> Tensor:
+        activations.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor
+
+    def count_gradient_bytes() -> int:
+        return sum(p.grad.nbytes for p in params if p.grad is not None)
+
+    amp.model.train()
+    amp.zero_grad()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = compute_loss(amp, inputs, targets)
+    for weight in weights:
+        activations.pop(weight.untyped_storage().data_ptr(), None)
+    amp.backward(loss)
+    # Masters have gradients from the clipping on.
+    bytes_before_clipping = count_gradient_bytes()
+    amp.clip_grad_norm_(1.0)
+    state_bytes = 0
+    for state in optimizer.state.values():
+        state_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return {
+        "weights": sum(tensor.nbytes for tensor in (*weights, *amp.model.buffers())),
+        "masters": sum(masters.nbytes for masters in amp.masters),
+        "gradients": max(bytes_before_clipping, count_gradient_bytes()),
+        "optimizer": state_bytes,
+        "activations": sum(tensor.untyped_storage().nbytes() for tensor in activations.values()),
+    }
 
 
-def show(runs: list[dict[str, Any]]) -> None:
+def select_runs(runs: Sequence[Run], task: str, level: str) -> list[Run]:
+    """Return the runs of a task at a level, in the order of their seeds."""
+    selected = [run for run in runs if run["task"] == task and run["level"] == level]
+    return sorted(selected, key=lambda run: int(run["seed"]))
+
+
+def compare_with_fp32(runs: Sequence[Run], task: str, level: str) -> list[float]:
+    """Return for each seed the difference between the loss at a level and at fp32 in per cent."""
+    baseline = TWO_RANKS if level in HOOKS else "fp32"
+    pairs = zip(select_runs(runs, task, level), select_runs(runs, task, baseline), strict=False)
+    return [100 * (run["loss"] / fp32_run["loss"] - 1) for run, fp32_run in pairs]
+
+
+def print_tables(runs: Sequence[Run]) -> None:
     """Print the tables of losses and of memory."""
-    losses, memory = [], []
+    loss_rows, memory_rows = [], []
     for task, level in itertools.product(TASKS, LEVELS):
-        mine, beside = _of(runs, task, level)
-        if not beside:
-            continue  # not run
-        each = [run["loss"] for run in mine]
-        spread = statistics.stdev(each) if len(each) > 1 else 0.0
-        change = f"{statistics.mean(beside):+.2f} % ({min(beside):+.2f} to {max(beside):+.2f})"
-        skipped = statistics.mean(run["skipped"] for run in mine)
-        cells = [f"{statistics.mean(each):.4f} ± {spread:.4f}", change, f"{skipped:.1f}"]
-        losses.append([task, level, *cells])
-        if level in ALONE:
-            held = [f"{value / 1024:,.0f}" for value in mine[0]["memory"].values()]
-            memory.append([task, level, *held])
-    beside_what = "beside fp32 of the same ranks, seed by seed"
-    table(["Model", "Level", "Validation loss", beside_what, "Steps skipped"], losses)
+        differences = compare_with_fp32(runs, task, level)
+        if not differences:
+            continue
+        selected = select_runs(runs, task, level)
+        losses = [run["loss"] for run in selected]
+        spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        low, high = min(differences), max(differences)
+        skipped = statistics.mean(run["skipped"] for run in selected)
+        loss_rows.append(
+            [
+                task,
+                level,
+                f"{statistics.mean(losses):.4f} ± {spread:.4f}",
+                f"{statistics.mean(differences):+.2f} % ({low:+.2f} to {high:+.2f})",
+                f"{skipped:.1f}",
+            ]
+        )
+        if level in ONE_PROCESS:
+            sizes = [f"{nbytes / 1024:,.0f}" for nbytes in selected[0]["memory"].values()]
+            memory_rows.append([task, level, *sizes])
+    difference = "Difference from fp32 on the same ranks, seed by seed"
+    print_table(["Model", "Level", "Validation loss", difference, "Steps skipped"], loss_rows)
     kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
-    table(["Model", "Level", *kinds], memory, "KiB at one step, each tensor counted once.")
+    title = "KiB at one step, each tensor counted once."
+    print_table(["Model", "Level", *kinds], memory_rows, title)
 
 
-def plot(runs: list[dict[str, Any]]) -> None:
-    """Draw the loss of every run beside that of fp32 from the same seed."""
+def draw(runs: Sequence[Run]) -> None:
+    """Draw the difference between the loss of every run and of fp32 from the same seed."""
     from matplotlib import pyplot
 
+    labels = [re.sub(" |(?<=-)", "\n", level) for level in LEVELS]
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(10, 3.5), layout="constrained")
     for axis, task in zip(axes, TASKS, strict=True):
         axis.axhspan(-1, 1, color="0.92")
-        for place, level in enumerate(LEVELS):
-            _, beside = _of(runs, task, level)
-            axis.plot([place] * len(beside), beside, "o", color=f"C{place}")
+        for index, level in enumerate(LEVELS):
+            differences = compare_with_fp32(runs, task, level)
+            axis.plot([index] * len(differences), differences, "o", color=f"C{index}")
         axis.set_title(task)
-        axis.set_xticks(range(len(LEVELS)), [re.sub(" |(?<=-)", "\n", level) for level in LEVELS])
+        axis.set_xticks(range(len(LEVELS)), labels)
         axis.tick_params(axis="x", labelsize=7)
-    axes[0].set_ylabel("validation loss beside fp32, %\n(each dot a seed, grey: 1 %)")
+    axes[0].set_ylabel("validation loss, difference from fp32, %\n(a dot for each seed; grey: 1 %)")
     figure.savefig(IMAGE, dpi=110, metadata={"Software": ""})
 
 
@@ -262,25 +312,28 @@ def main(*, seeds: Sequence[int] = (0, 1, 2), steps: int = 300) -> None:
     """Train both models at every level, print the tables and draw the picture.
 
     Args:
-        seeds: Of each run; one or several.
-        steps: Of each run.
+        seeds: Seeds, with a run for each.
+        steps: Number of steps of each run.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": 0}
     if results["steps"] != steps:
-        results = {"environment": environment(), "steps": steps, "runs": []}
+        results = {"environment": describe_environment(), "steps": steps, "runs": []}
     runs = results["runs"]
-    had = {(run["task"], run["seed"], run["level"]) for run in runs}
+    finished = {(run["task"], run["seed"], run["level"]) for run in runs}
     with RankPool(2, timeout=600) as pool:
         for task, seed, level in itertools.product(TASKS, seeds, LEVELS):
-            if (task, seed, level) in had or (task, level) in LEFT_OUT:
+            if (task, seed, level) in finished or (task, level) in UNSUPPORTED:
                 continue
-            given = task, level, seed, steps
-            runs.append(pool.run(train, *given)[0] if level in HOOKS else train(*given))
-            print(task, level, seed, f"loss {runs[-1]['loss']:.4f}", flush=True)
+            if level in HOOKS:
+                run = pool.run(train, task, level, seed, steps)[0]
+            else:
+                run = train(task, level, seed, steps)
+            runs.append(run)
+            print(task, level, seed, f"loss {run['loss']:.4f}", flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    show(runs)
-    plot(runs)
+    print_tables(runs)
+    draw(runs)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

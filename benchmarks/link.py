@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import environment, interleave, median, table
+from benchmarks.common import describe_environment, format_median, interleave, print_table
 from distamp import comm_hooks
 
 NO_HOOK, TORCH_BF16 = "no hook", "torch bf16"
@@ -31,7 +31,7 @@ MARGIN = 1.04
 
 
 def select_way(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Return the most exact way whose median is at most 4 % above that of the fastest.
+    """Return the most exact way with a median of at most 4 % above the fastest.
 
     Args:
         seconds: Times by way, the most exact way first.
@@ -54,7 +54,7 @@ def call_for(way: str) -> str:
 
 
 def make_ways(bucket: Tensor) -> dict[str, Callable[[], object]]:
-    """Return what averages ``bucket`` over the ranks in each way, the most exact way first.
+    """Return functions that average ``bucket`` over the ranks, the most exact way first.
 
     Collective: every rank of the default group must call this.
     """
@@ -98,7 +98,7 @@ def time_ways(numel: int, rounds: int, device: torch.device) -> dict[str, list[f
         bucket.copy_(gradients)
         dist.all_reduce(torch.zeros(1, device=device))
 
-    timings = interleave(make_ways(bucket), rounds, before=prepare)
+    timings = interleave(make_ways(bucket), rounds, setup=prepare)
     slowest = torch.tensor(list(timings.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return dict(zip(timings, slowest.tolist(), strict=True))
@@ -117,15 +117,15 @@ def main(*, megabytes: float = 25.0, rounds: int = 9) -> None:
         device = torch.device(torch.accelerator.current_accelerator().type)
     dist.init_process_group()
     if dist.get_rank() == 0:
-        print(environment())
+        print(describe_environment())
     seconds = time_ways(int(megabytes * (1 << 18)), rounds, device)
     if dist.get_rank() == 0:
         fastest = min(statistics.median(times) for times in seconds.values())
         rows = []
         for way, times in seconds.items():
             share = statistics.median(times) / fastest
-            rows.append([way, median(times), f"{share:.2f}", call_for(way)])
-        table(["way", "ms a bucket", "of the fastest", "in your script"], rows)
+            rows.append([way, format_median(times), f"{share:.2f}", call_for(way)])
+        print_table(["way", "ms a bucket", "of the fastest", "in your script"], rows)
         print(f"\nThe most exact way within 4 % of the fastest: {call_for(select_way(seconds))}")
     dist.destroy_process_group()
 

@@ -1,28 +1,28 @@
-"""A step on fp32 masters beside the loop that one writes by hand: memory counted, time as a ratio.
+"""A step on fp32 masters, compared with a loop written by hand: memory as bytes, time as a ratio.
 
     OMP_NUM_THREADS=1 python -m benchmarks.masters [--rounds 60] [--parameters 10 100 1000]
         [--device cuda]
 
-Both hold a float16 model, step AdamW on float32 copies with the same gradients, check for inf and
-NaN, clip nothing and write the values back. The loop by hand is what the usual tutorials show:
+Both sides hold a float16 model, step AdamW on float32 copies with the same gradients, check for inf
+and NaN, clip nothing and write the values back. The loop by hand is that of the usual tutorials:
 ``copy.grad = p.grad.float() / scale``, a check of every gradient, ``optimizer.step()``,
-``p.copy_(copy)``. ``foreach`` is the same loop with torch's multi-tensor functions, as a careful
-writer would have it. Forward and backward are left out: gradients are set anew, untimed.
+``p.copy_(copy)``. ``foreach`` is the same loop with torch's multi-tensor functions. Forward and
+backward passes are left out: the gradients are set before each step, and setting them is not timed.
 
-Bytes are counted from the tensors that are alive and from the allocations of one step as
-torch.profiler records them, so they are exact and the same on every machine.
+Bytes are counted from the tensors that are alive and from the allocations of one step in
+torch.profiler, so they are exact and the same on every machine.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import command, interleave, median, ratio, table
+from benchmarks.common import format_median, format_ratio, interleave, print_table, run_command
 from distamp import DistGradScaler, initialize
 from distamp.levels import Amp
 from distamp.scaler import MasterParameters
@@ -30,40 +30,53 @@ from launch.config import Config
 from launch.model import GPT
 
 SCALE = 1024.0
-# Parameters, elements of each.
-CASES = ((10, 1_000_000), (100, 100_000), (1000, 10_000), (1000, 100))
-COUNTED = (64, 250_000)
-OURS, BY_HAND, FOREACH = "distamp", "by hand", "by hand, foreach"
-SPLIT, WHOLE = "split, bf16", "whole, bf16"
+# Numbers of parameters, and of elements in each.
+SIZES = ((10, 1_000_000), (100, 100_000), (1000, 10_000), (1000, 100))
+SIZE_FOR_MEMORY = (64, 250_000)
+DISTAMP, BY_HAND, FOREACH = "distamp", "by hand", "by hand, foreach"
+SPLIT, UNSPLIT = "split, bf16", "whole, bf16"
+# Bytes of an element of the 16-bit model, and of AdamW's two moments.
+MODEL_BYTES, ADAMW_BYTES = 2, 8
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Parameters in 16 bits, the step on their float32 copies, and the bytes of those."""
+    """A 16-bit model and a way to step its float32 copies.
 
-    parameters: list[Tensor]
+    Attributes:
+        params: The 16-bit parameters.
+        step: Takes a step.
+        optimizer: The optimizer of the copies.
+        master_bytes: Bytes of the copies.
+    """
+
+    params: list[Tensor]
     step: Callable[[], object]
     optimizer: torch.optim.Optimizer
-    held: int
+    master_bytes: int
 
     def set_gradients(self) -> None:
-        """Free all gradients, and set new ones as a backward pass would."""
+        """Free all gradients, and allocate new ones as a backward pass would."""
         self.optimizer.zero_grad()
-        for parameter in self.parameters:
-            parameter.grad = torch.full_like(parameter, 0.5)
+        for param in self.params:
+            param.grad = torch.full_like(param, 0.5)
 
 
-def made(name: str, device: str, count: int, elements: int) -> Contender:
-    """Return a contender with so many parameters of so many elements."""
-    dtype = torch.bfloat16 if name in (SPLIT, WHOLE) else torch.float16
-    values = (torch.full((elements,), 0.02, device=device, dtype=dtype) for _ in range(count))
-    parameters: list[Tensor] = [torch.nn.Parameter(each) for each in values]
-    if name in (BY_HAND, FOREACH):
-        return _by_hand(parameters, name == FOREACH)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+def make_contender(name: str, device: str, count: int, elements: int) -> Contender:
+    """Return a contender with ``count`` parameters of ``elements`` elements."""
+    dtype = torch.bfloat16 if name in (SPLIT, UNSPLIT) else torch.float16
+    params: list[Tensor] = []
+    for _ in range(count):
+        params.append(nn.Parameter(torch.full((elements,), 0.02, device=device, dtype=dtype)))
+    if name == BY_HAND:
+        return make_tutorial_loop(params)
+    if name == FOREACH:
+        return make_foreach_loop(params)
+    optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
     masters = MasterParameters(optimizer, split=name == SPLIT)
-    if name != OURS:  # without a scaler
-        return Contender(parameters, optimizer.step, optimizer, masters.nbytes)
+    if name != DISTAMP:
+        # bf16 needs no scaler.
+        return Contender(params, optimizer.step, optimizer, masters.nbytes)
     scaler = DistGradScaler(device, init_scale=SCALE, fp16_grads="master")
     scaler.scale(torch.ones((), device=device))
 
@@ -71,90 +84,111 @@ def made(name: str, device: str, count: int, elements: int) -> Contender:
         scaler.step(optimizer)
         scaler.update()
 
-    return Contender(parameters, step, optimizer, masters.nbytes)
+    return Contender(params, step, optimizer, masters.nbytes)
 
 
-def _by_hand(parameters: list[Tensor], foreach: bool) -> Contender:
-    copies = [p.detach().float() for p in parameters]
+def make_tutorial_loop(params: list[Tensor]) -> Contender:
+    """Return the loop of the usual tutorials."""
+    copies = [p.detach().float() for p in params]
     optimizer = torch.optim.AdamW(copies, lr=1e-3, fused=True)
 
     @torch.no_grad()
     def step() -> None:
-        finite = True
-        for parameter, copy in zip(parameters, copies, strict=True):
-            assert parameter.grad is not None
-            copy.grad = parameter.grad.float() / SCALE
-            finite = finite and bool(copy.grad.isfinite().all())
-        if finite:
-            optimizer.step()
-            for parameter, copy in zip(parameters, copies, strict=True):
-                parameter.copy_(copy)
+        is_finite = True
+        for param, copy in zip(params, copies, strict=True):
+            assert param.grad is not None
+            copy.grad = param.grad.float() / SCALE
+            is_finite = is_finite and bool(copy.grad.isfinite().all())
+        if not is_finite:
+            return
+        optimizer.step()
+        for param, copy in zip(params, copies, strict=True):
+            param.copy_(copy)
+
+    return Contender(params, step, optimizer, sum(copy.nbytes for copy in copies))
+
+
+def make_foreach_loop(params: list[Tensor]) -> Contender:
+    """Return the loop of the tutorials with multi-tensor functions."""
+    copies = [p.detach().float() for p in params]
+    optimizer = torch.optim.AdamW(copies, lr=1e-3, fused=True)
 
     @torch.no_grad()
-    def foreach_step() -> None:
-        gradients = [torch.empty_like(copy) for copy in copies]
-        torch._foreach_copy_(gradients, [p.grad for p in parameters])
-        torch._foreach_mul_(gradients, 1.0 / SCALE)
-        if torch.stack(torch._foreach_norm(gradients, 2.0)).isfinite().all():
-            for copy, gradient in zip(copies, gradients, strict=True):
-                copy.grad = gradient
-            optimizer.step()
-            torch._foreach_copy_(parameters, copies)
+    def step() -> None:
+        grads = [torch.empty_like(copy) for copy in copies]
+        torch._foreach_copy_(grads, [p.grad for p in params])
+        torch._foreach_mul_(grads, 1.0 / SCALE)
+        norms = torch.stack(torch._foreach_norm(grads, 2.0))
+        if not norms.isfinite().all():
+            return
+        for copy, grad in zip(copies, grads, strict=True):
+            copy.grad = grad
+        optimizer.step()
+        torch._foreach_copy_(params, copies)
 
-    held = sum(copy.nbytes for copy in copies)
-    return Contender(parameters, foreach_step if foreach else step, optimizer, held)
-
-
-def timed(names: Iterable[str], count: int, elements: int, rounds: int, device: str) -> list[str]:
-    """Return a row: the time of a step of the first, and its ratio to each other's."""
-    rivals = {name: made(name, device, count, elements) for name in names}
-
-    def before() -> None:
-        for rival in rivals.values():
-            rival.set_gradients()
-
-    steps = {name: rival.step for name, rival in rivals.items()}
-    mine, *peers = interleave(steps, rounds, before=before).values()
-    beside = (ratio(mine, peer) for peer in peers)
-    return [f"{count:,}", f"{count * elements:,}", median(mine), *beside]
+    return Contender(params, step, optimizer, sum(copy.nbytes for copy in copies))
 
 
-def trained(rounds: int, device: str) -> list[str]:
-    """Return a row: the time of a training step of the launcher's GPT by split masters."""
+def time_steps(
+    names: Sequence[str], count: int, elements: int, rounds: int, device: str
+) -> list[str]:
+    """Return a row: the time of a step of the first contender, and its ratio to all others."""
+    contenders = {name: make_contender(name, device, count, elements) for name in names}
+
+    def set_gradients() -> None:
+        for contender in contenders.values():
+            contender.set_gradients()
+
+    steps = {name: contender.step for name, contender in contenders.items()}
+    times = interleave(steps, rounds, setup=set_gradients)
+    first, *peers = names
+    row = [f"{count:,}", f"{count * elements:,}", format_median(times[first])]
+    row += [format_ratio(times[first], times[peer]) for peer in peers]
+    return row
+
+
+def time_training(rounds: int, device: str) -> list[str]:
+    """Return a row: the time of a training step of the launcher's GPT with split masters."""
     config = Config(layers=4, heads=4, d_model=256, seq_len=64, global_batch_size=8)
-    tokens = torch.randint(256, (2, config.global_batch_size, config.seq_len), device=device)
+    shape = (2, config.global_batch_size, config.seq_len)
+    inputs, targets = torch.randint(256, shape, device=device)
     steps: dict[str, Callable[[], object]] = {}
-    for name, how in (("split", "split"), ("whole", True)):
+    for name, master_weights in (("split", "split"), ("whole", True)):
         torch.manual_seed(0)
         model = GPT(config, 256).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        amp = initialize(model, optimizer, "bf16-O2", master_weights=how)
+        amp = initialize(model, optimizer, "bf16-O2", master_weights=master_weights)
 
         def step(amp: Amp = amp) -> None:
             amp.zero_grad()
-            amp.backward(F.cross_entropy(amp.model(tokens[0]).flatten(0, 1), tokens[1].flatten()))
+            logits = amp.model(inputs)
+            amp.backward(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
             amp.step()
 
         steps[name] = step
-    mine, peer = interleave(steps, rounds).values()
+    times = interleave(steps, rounds)
     elements = sum(p.numel() for p in model.parameters())
-    return [f"{elements:,}", f"{tokens[0].numel():,}", median(mine), ratio(mine, peer)]
+    ratio = format_ratio(times["split"], times["whole"])
+    return [f"{elements:,}", f"{inputs.numel():,}", format_median(times["split"]), ratio]
 
 
-def counted(name: str, device: str) -> list[str]:
-    """Return a row: bytes for each element, held by copies and, besides, the most in a step."""
+def count_bytes(name: str, device: str) -> list[str]:
+    """Return a row: bytes an element of the copies, and the largest extra number in a step."""
+    count, elements = SIZE_FOR_MEMORY
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        rival = made(name, device, *COUNTED)
-        for _ in range(2):  # AdamW makes its state in the first
-            rival.set_gradients()
-            rival.step()
+        contender = make_contender(name, device, count, elements)
+        # AdamW allocates its state in the first step.
+        for _ in range(2):
+            contender.set_gradients()
+            contender.step()
     assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = (event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))
-    most = max(itertools.accumulate(changes))
-    elements = COUNTED[0] * COUNTED[1]
-    held = rival.held / elements
-    return [name, f"{held:.2f}", f"{most / elements - 2 - 8 - held:.2f}"]
+    events = profiler.profiler.kineto_results.events()
+    allocations = [event for event in events if event.name() == "[memory]"]
+    allocations.sort(key=lambda event: event.start_ns())
+    peak = max(itertools.accumulate(event.nbytes() for event in allocations))
+    master_bytes = contender.master_bytes / (count * elements)
+    extra = peak / (count * elements) - MODEL_BYTES - ADAMW_BYTES - master_bytes
+    return [name, f"{master_bytes:.2f}", f"{extra:.2f}"]
 
 
 def main(
@@ -163,25 +197,32 @@ def main(
     """Compare a step on fp32 masters with a loop by hand.
 
     Args:
-        rounds: Of each row.
-        parameters: Of the cases, those of so many.
-        device: Where they lie.
+        rounds: Number of rounds of each row.
+        parameters: Numbers of parameters to measure.
+        device: Device of the parameters.
     """
 
-    def rows(*names: str) -> Iterable[list[str]]:
-        return (timed(names, *case, rounds, device) for case in CASES if case[0] in parameters)
+    def time_sizes(*names: str) -> Iterator[list[str]]:
+        for count, elements in SIZES:
+            if count in parameters:
+                yield time_steps(names, count, elements, rounds, device)
 
-    known = ["parameters", "elements", "ms"]
+    size_columns = ["parameters", "elements", "ms"]
     title = "Time of a whole step (gradients to masters, AdamW, write-back):"
-    table([*known, f"of {BY_HAND}", f"of {FOREACH}"], rows(OURS, BY_HAND, FOREACH), title)
-    title = "The same by split masters, of bfloat16 parameters and without a scaler:"
-    table([*known, "of whole masters"], rows(SPLIT, WHOLE), title)
+    columns = [*size_columns, f"ratio to {BY_HAND}", f"ratio to {FOREACH}"]
+    print_table(columns, time_sizes(DISTAMP, BY_HAND, FOREACH), title)
+    title = "The same with split masters of bfloat16 parameters, without a scaler:"
+    print_table([*size_columns, "ratio to whole masters"], time_sizes(SPLIT, UNSPLIT), title)
     title = "A training step of the launcher's GPT at bf16-O2:"
-    table(["elements", "tokens", "ms", "of whole masters"], [trained(rounds, device)], title)
-    title = "Bytes for each element of the model, beside its own 2 and AdamW's 8; gradients are 2:"
-    counts = (counted(name, device) for name in (OURS, BY_HAND, FOREACH, SPLIT, WHOLE))
-    table(["", "held between steps", "most in a step"], counts, title)
+    columns = ["elements", "tokens", "ms", "ratio to whole masters"]
+    print_table(columns, [time_training(rounds, device)], title)
+    title = (
+        "Bytes for each element of the model, without the model's 2 and AdamW's 8; gradients are 2:"
+    )
+    names: Iterable[str] = (DISTAMP, BY_HAND, FOREACH, SPLIT, UNSPLIT)
+    rows = (count_bytes(name, device) for name in names)
+    print_table(["", "held between steps", "most in a step"], rows, title)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,102 +1,125 @@
-"""A round of scale, unscale, step and update of DistGradScaler beside torch's scalers.
+"""A round of scale, unscale, step and update of DistGradScaler, compared with torch's scalers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scaler_round [--ranks 1 2 4] [--rounds 40] [--fused]
         [--parameters 10 100 1000 10000] [--elements 25000] [--device cuda]
 
-The optimizers' step does nothing, so that only the scaler is timed. All scalers see the same
-gradients in turn; between two turns the gradients are multiplied by the loss scale again and the
-ranks wait for each other, both untimed. A round takes as long as its slowest rank. On several ranks
-GradScaler sends nothing.
+The step of the optimizers does nothing, so only the scaler is timed. All scalers get the same
+gradients in turn. Between two turns the gradients are multiplied by the loss scale again and the
+ranks wait for each other, and neither is timed. A round takes as long as its slowest rank. On
+several ranks GradScaler sends nothing.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
+from benchmarks.common import (
+    Timings,
+    format_median,
+    format_ratio,
+    interleave,
+    print_table,
+    run_command,
+    slowest_times,
+)
 from distamp import DistGradScaler
 from tests.ranks import RankPool
 
 SCALE = 65536.0
-OURS = "distamp"
+DISTAMP = "distamp"
 SCALERS: dict[str, Any] = {
-    OURS: DistGradScaler,
+    DISTAMP: DistGradScaler,
     "ShardedGradScaler": ShardedGradScaler,
     "GradScaler": torch.amp.GradScaler,
 }
-PEERS = [f"of {name}" for name in SCALERS if name != OURS]
-HEADER = ["ranks", "parameters", "elements", "optimizers", "ms", *PEERS]
+PEERS = [name for name in SCALERS if name != DISTAMP]
+HEADER = [
+    *("ranks", "parameters", "elements", "optimizers", "ms"),
+    *(f"ratio to {name}" for name in PEERS),
+]
 
 
 class NoStep(torch.optim.Optimizer):
-    """An optimizer whose step does nothing."""
+    """An optimizer with a step that does nothing."""
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        super().__init__(parameters, {})
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:
         """Do nothing."""
 
 
 class NoFusedStep(NoStep):
-    """As `NoStep`; says, as torch's fused optimizers do, that it divides and skips by itself."""
+    """A `NoStep` with the mark of fused optimizers, which unscale and skip by themselves."""
 
     _step_supports_amp_scaling = True
 
 
-def compared(
-    ranks: int,
-    cases: Iterable[tuple[int, int, int, int]],
-    fused: bool = False,
-    device: str = "cpu",
+class Case(NamedTuple):
+    """The sizes of a row of the table."""
+
+    parameters: int
+    elements: int
+    optimizers: int
+    rounds: int
+
+
+def measure_cases(
+    ranks: int, cases: Iterable[Case], fused: bool = False, device: str = "cpu"
 ) -> Iterator[list[str]]:
-    """Yield a row of `HEADER` for each case: parameters, their elements, optimizers, rounds."""
+    """Yield a row of `HEADER` for each case."""
     with RankPool(ranks, timeout=600) as pool:
-        for parameters, elements, optimizers, rounds in cases:
-            given = parameters, elements, optimizers, rounds, fused, device
-            ours, *peers = slowest(pool.run(_measure, *given)).values()
-            known = [f"{ranks}", f"{parameters:,}", f"{parameters * elements:,}", f"{optimizers}"]
-            beside = [ratio(ours, each) for each in peers]
-            yield [*known, median(ours), *beside]
+        for case in cases:
+            times = slowest_times(pool.run(_time_scalers, case, fused, device))
+            elements = case.parameters * case.elements
+            row = [f"{ranks}", f"{case.parameters:,}", f"{elements:,}", f"{case.optimizers}"]
+            row.append(format_median(times[DISTAMP]))
+            row += [format_ratio(times[DISTAMP], times[peer]) for peer in PEERS]
+            yield row
 
 
-def _measure(
-    parameters: int, elements: int, optimizers: int, rounds: int, fused: bool, device: str
-) -> Timings:
+def _time_scalers(case: Case, fused: bool, device: str) -> Timings:
     """Return the times of all scalers on this rank."""
-    given = [torch.zeros(elements, device=device, requires_grad=True) for _ in range(parameters)]
-    gradients = [torch.full((elements,), SCALE, device=device) for _ in given]
-    for parameter, gradient in zip(given, gradients, strict=True):
-        parameter.grad = gradient
-    kind = NoFusedStep if fused else NoStep
-    opts = [kind(given[i::optimizers]) for i in range(optimizers)]
+    params: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    for _ in range(case.parameters):
+        param = torch.zeros(case.elements, device=device, requires_grad=True)
+        param.grad = torch.full((case.elements,), SCALE, device=device)
+        params.append(param)
+        grads.append(param.grad)
+    optimizer_class = NoFusedStep if fused else NoStep
+    optimizers = []
+    for index in range(case.optimizers):
+        optimizers.append(optimizer_class(params[index :: case.optimizers]))
 
-    def before() -> None:
-        # A fused optimizer leaves gradients scaled.
-        torch._foreach_mul_(gradients, SCALE if gradients[0][0] < SCALE else 1.0)
+    def restore_gradients() -> None:
+        # A scaler does not unscale the gradients of a fused optimizer.
+        is_unscaled = bool(grads[0][0] < SCALE)
+        torch._foreach_mul_(grads, SCALE if is_unscaled else 1.0)
         dist.barrier()
 
     loss = torch.ones((), device=device, requires_grad=True) * 1.0
+    rounds: dict[str, Callable[[], None]] = {}
+    for name, scaler_class in SCALERS.items():
+        scaler = scaler_class(device, init_scale=SCALE)
+        steps_all = name == DISTAMP and case.optimizers > 1
 
-    def turn(name: str) -> Callable[[], None]:
-        scaler, together = SCALERS[name](device, init_scale=SCALE), name == OURS and optimizers > 1
-
-        def run() -> None:
+        def run_round(scaler: Any = scaler, steps_all: bool = steps_all) -> None:
             scaler.scale(loss)
-            take(scaler, opts, together)
+            step_optimizers(scaler, optimizers, steps_all)
 
-        return run
+        rounds[name] = run_round
+    return interleave(rounds, case.rounds, setup=restore_gradients)
 
-    return interleave({name: turn(name) for name in SCALERS}, rounds, before=before)
 
-
-def take(scaler: Any, optimizers: Sequence[torch.optim.Optimizer], together: bool) -> None:
-    """Step and update, by one `step_all` or one optimizer after the other."""
-    if together:
+def step_optimizers(
+    scaler: Any, optimizers: Sequence[torch.optim.Optimizer], steps_all: bool
+) -> None:
+    """Step the optimizers together or in turn, and update the scale."""
+    if steps_all:
         scaler.step_all(optimizers)
     else:
         for optimizer in optimizers:
@@ -117,22 +140,26 @@ def main(
     """Compare a round of DistGradScaler with torch's scalers.
 
     Args:
-        ranks: How many; one number or several.
-        rounds: Of each row; ten times as many below 1 M elements.
-        fused: Time fused optimizers' check alone.
-        parameters: How many; one number or several.
-        optimizers: How many share them; one number or several.
-        elements: Of each parameter.
-        device: Of parameters, gradients and scale.
+        ranks: Numbers of ranks.
+        rounds: Number of rounds of each row; ten times as many below 1 M elements.
+        fused: Time only the check of fused optimizers.
+        parameters: Numbers of parameters.
+        optimizers: Numbers of optimizers that share the parameters.
+        elements: Number of elements in each parameter.
+        device: Device of parameters, gradients and scale.
     """
-    cases = [
-        (size, elements, count, rounds * (10 if size * elements < 10**6 else 1))
-        for size in parameters
-        for count in optimizers
-    ]
-    rows = (compared(size, cases, fused, device) for size in ranks)
-    table(HEADER, itertools.chain.from_iterable(rows))
+    cases = []
+    for size in parameters:
+        for count in optimizers:
+            is_small = size * elements < 10**6
+            cases.append(Case(size, elements, count, 10 * rounds if is_small else rounds))
+
+    def measure_all() -> Iterator[list[str]]:
+        for world_size in ranks:
+            yield from measure_cases(world_size, cases, fused, device)
+
+    print_table(HEADER, measure_all())
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,4 +1,4 @@
-"""Ranks on hosts whose links have a real rate; root alone can make them."""
+"""Ranks on hosts with links of a real rate. Only root can make such hosts."""
 
 import gc
 import importlib
@@ -27,15 +27,16 @@ def run_on_hosts(
     rate: str | None = None,
     congestion: str | None = None,
 ) -> list[Any]:
-    """Call ``module.rank(**options)`` on ``local`` ranks of each host; return what each returned.
+    """Call ``module.rank(**options)`` on ``local`` ranks of each host, and return all results.
 
-    Options, and what is returned, must be writable as JSON. ``rate`` and ``congestion`` are as of
-    `tests.netns.Hosts`; ``timeout`` is in seconds.
+    The options and the results must be JSON. ``rate`` and ``congestion`` are arguments of
+    `tests.netns.Hosts`. ``timeout`` is in seconds.
     """
-    # As torchrun would start them, without waiting for as many more processes to import torch.
-    shared = {
+    # torchrun sets these variables too, but its agents would import torch in more processes.
+    environment = {
         "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it cannot name the peers of a socket
+        # torch warns that it cannot name the peers of a socket.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "MASTER_PORT": "29500",
         "WORLD_SIZE": str(hosts * local),
         "LOCAL_WORLD_SIZE": str(local),
@@ -44,32 +45,35 @@ def run_on_hosts(
         tempfile.TemporaryDirectory() as folder,
         Hosts(hosts, rate, congestion=congestion) as network,
     ):
-        answer = Path(folder) / "answer"
-        command = [sys.executable, "-m", "benchmarks.shaped", module, answer, json.dumps(options)]
-        shared["MASTER_ADDR"] = network[0].name
-        started = []
-        for number in range(hosts * local):
-            rank = {"RANK": str(number), "LOCAL_RANK": str(number % local)}
-            host = network[number // local]
-            started.append(host.popen(command, env=os.environ | shared | rank))
-        if any(each.wait(timeout) for each in started):
-            raise SystemExit("a rank failed")
-        returned: list[Any] = json.loads(answer.read_text())
-    return returned
+        results_path = Path(folder) / "results"
+        command = [sys.executable, "-m", "benchmarks.shaped", module, results_path]
+        command.append(json.dumps(options))
+        environment["MASTER_ADDR"] = network[0].name
+        processes = []
+        for rank in range(hosts * local):
+            host = network[rank // local]
+            rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank % local)}
+            process = host.popen(command, env=os.environ | environment | rank_environment)
+            processes.append(process)
+        for process in processes:
+            if process.wait(timeout) != 0:
+                raise SystemExit("a rank failed")
+        results: list[Any] = json.loads(results_path.read_text())
+    return results
 
 
 def main() -> None:
-    """Be one rank: call the module's function in a process group; the first writes all answers."""
-    module, answer, options = sys.argv[1:]
+    """Call the module's function on one rank. The first rank writes the results of all ranks."""
+    module, results_path, options = sys.argv[1:]
     torch.set_num_threads(1)
-    # Imported while a group exists, it would keep the group's threads alive for ever.
+    # If the first import of this module happens in a process group, the group's threads never end.
     importlib.import_module("torch._dynamo")
     measure = importlib.import_module(module).rank
     dist.init_process_group("gloo")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, measure(**json.loads(options)))
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, measure(**json.loads(options)))
     if dist.get_rank() == 0:
-        Path(answer).write_text(json.dumps(everyone))
+        Path(results_path).write_text(json.dumps(results))
     gc.collect()
     dist.destroy_process_group()
 

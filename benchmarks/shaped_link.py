@@ -5,29 +5,37 @@
     sudo OMP_NUM_THREADS=1 python -m benchmarks.shaped_link --wrapper fsdp2 --hosts 2 --local 2
 
 Hosts are network namespaces joined by links of the given rate (tests/netns.py), with one rank or
-several on each. Every contender wraps a model of its own, and takes its step in turn with the
-others. A step takes as long as its slowest rank. Bytes come from the host's interface, without
-packet headers. ``compute`` is the same step with nothing sent. Under FSDP2 ``bf16 policy`` is
-torch's own with weights and gradients in bf16, and ``int8 both`` gathers weights in int8, too.
+several on each. Every contender has a copy of the model, and the contenders take their steps in
+turn. A step takes as long as its slowest rank. The bytes come from the host's interface, without
+packet headers. ``compute`` is the same step without messages. Under FSDP2 ``bf16 policy`` is
+torch's, with weights and gradients in bf16, and ``int8 both`` gathers weights in int8 too.
 """
 
 import ast
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+import torch.nn.functional as F  # noqa: N812  (torch's name for it)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comm_hooks_step import FP32, TORCH, WARMUP, register
-from benchmarks.common import command, interleave, median, ratio, slowest, table
+from benchmarks.common import (
+    Timings,
+    format_median,
+    format_ratio,
+    interleave,
+    print_table,
+    run_command,
+    slowest_times,
+)
 from benchmarks.shaped import run_on_hosts
 from distamp import comm_hooks
 from launch.config import Config
@@ -52,116 +60,141 @@ def main(
     rounds: int = 5,
     only: Sequence[str] = (),
 ) -> None:
-    """Compare a step with each hook with torch's hook and with none, between hosts.
+    """Compare steps with each hook, with torch's hook and without a hook between hosts.
 
     Args:
-        wrapper: What the model is wrapped in.
-        rate: Of each link, as tc writes it.
-        hosts: How many.
-        local: Ranks of each host.
+        wrapper: Wrapper of the model.
+        rate: Rate of each link, as tc writes it.
+        hosts: Number of hosts.
+        local: Number of ranks on each host.
         congestion: TCP's congestion control, one of net.ipv4.tcp_allowed_congestion_control.
-        rounds: Timed steps of each.
-        only: Of the contenders; all of them, if not given.
+        rounds: Number of timed steps of each contender.
+        only: Contenders to measure. The default is all of them.
     """
     options = {"wrapper": wrapper, "names": only or CONTENDERS[wrapper], "rounds": rounds}
-    where: Any = {"local": local, "rate": rate, "congestion": congestion}
-    ranks = run_on_hosts("benchmarks.shaped_link", hosts, options, 7200, **where)
+    ranks = run_on_hosts(
+        "benchmarks.shaped_link",
+        hosts,
+        options,
+        7200,
+        local=local,
+        rate=rate,
+        congestion=congestion,
+    )
+    millions = ranks[0]["parameters"] / 1e6
+    slowest_link = min(rank["link"] for rank in ranks)
     title = (
-        f"{wrapper}, {ranks[0]['parameters'] / 1e6:.1f} M parameters, {hosts} hosts of {local} "
-        f"ranks, {rate}, congestion control {congestion}; the slowest link carries "
-        f"{min(rank['link'] for rank in ranks):.0f} Mbit/s of payload"
+        f"{wrapper}, {millions:.1f} M parameters, {hosts} hosts of {local} ranks, {rate}, "
+        f"congestion control {congestion}; the slowest link carries {slowest_link:.0f} Mbit/s of "
+        "payload"
     )
-    times, sent = slowest([rank["times"] for rank in ranks]), ranks[0]["sent"]
-    peers = [each for each in (FP32, TORCH, POLICY) if each in times]
-    rows = (
-        [
-            name,
-            median(mine, 1),
-            *(ratio(mine, times[peer]) for peer in peers),
-            f"{sent[name] / 1e6:.2f}",
-            *(f"{sent[name] / sent[peer]:.2f}" for peer in peers[-1:]),
-        ]
-        for name, mine in times.items()
-    )
-    beside = [f"of {peer}'s" for peer in peers]
-    table(["step with", "seconds", *beside, "MB sent", *beside[-1:]], rows, title)
+    times = slowest_times([rank["times"] for rank in ranks])
+    peers = [peer for peer in (FP32, TORCH, POLICY) if peer in times]
+    columns = ["step with", "seconds", *(f"ratio to {peer}" for peer in peers), "MB sent"]
+    if peers:
+        columns.append(f"bytes of {peers[-1]}")
+    print_table(columns, make_rows(times, ranks[0]["sent"], peers), title)
+
+
+def make_rows(times: Timings, sent: dict[str, int], peers: list[str]) -> Iterator[list[str]]:
+    """Yield the row of each contender: its time, its bytes, and their ratios to the peers."""
+    for name, seconds in times.items():
+        row = [name, format_median(seconds, 1)]
+        row += [format_ratio(seconds, times[peer]) for peer in peers]
+        row.append(f"{sent[name] / 1e6:.2f}")
+        if peers:
+            row.append(f"{sent[name] / sent[peers[-1]]:.2f}")
+        yield row
 
 
 def rank(wrapper: str, names: list[str], rounds: int) -> dict[str, Any]:
-    """Measure on this rank: seconds of each step, and the bytes that left its host in one."""
-    tokens = _tokens()
+    """Measure the seconds of each step on this rank, and the bytes that leave its host in one."""
+    inputs, targets = read_tokens()
+    wrap = wrap_in_ddp if wrapper == "ddp" else shard_by_fsdp2
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
         torch.manual_seed(0)
         model = GPT(SIZE, 256)
         numel = sum(p.numel() for p in model.parameters())
-        wrapped = (_ddp if wrapper == "ddp" else _fsdp2)(model, name)
-        steps[name] = functools.partial(_step, wrapped, tokens, name != COMPUTE)
-    speed = link_speed()
-    times = interleave(steps, rounds, warmup=WARMUP, before=dist.barrier)
-    sent = {name: _sent_by(step) for name, step in steps.items()}
+        wrapped = wrap(model, name)
+        steps[name] = functools.partial(run_step, wrapped, inputs, targets, name != COMPUTE)
+    speed = measure_link()
+    times = interleave(steps, rounds, warmup=WARMUP, setup=dist.barrier)
+    sent = {name: count_sent_bytes(step) for name, step in steps.items()}
     return {"link": speed, "parameters": numel, "times": times, "sent": sent}
 
 
-def _step(model: Any, tokens: tuple[Tensor, Tensor], sends: bool) -> None:
+def run_step(model: Any, inputs: Tensor, targets: Tensor, synchronizes: bool) -> None:
+    """Run a forward and a backward pass, which sends gradients unless told otherwise."""
     model.zero_grad()
-    with contextlib.nullcontext() if sends else model.no_sync():
-        F.cross_entropy(model(tokens[0]).flatten(0, 1), tokens[1].flatten()).backward()
+    with contextlib.nullcontext() if synchronizes else model.no_sync():
+        logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 
 
-def _sent_by(step: Callable[[], object]) -> int:
+def count_sent_bytes(step: Callable[[], object]) -> int:
     """Return the bytes that leave this host in one more step."""
     dist.barrier()
-    before = netns.sent()
+    bytes_before = netns.sent()
     step()
     dist.barrier()
-    return netns.sent() - before
+    return netns.sent() - bytes_before
 
 
-def _ddp(model: nn.Module, name: str) -> nn.Module:
-    # Every rank has drawn the same weights: sending them would take longer than a step.
+def wrap_in_ddp(model: nn.Module, name: str) -> nn.Module:
+    """Wrap a model in DDP with the hook of a contender."""
+    # The ranks have the same weights, and sending them would take longer than a step.
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
     register(wrapped, name)
     return wrapped
 
 
-def _fsdp2(model: GPT, name: str) -> nn.Module:
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    # In bf16 weights are computed with, whatever they are gathered in.
-    policy = {POLICY: half, BOTH: MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    settings: Any = {"mp_policy": policy[name]} if name in policy else {}
-    for part in (*model.blocks, model):
-        fully_shard(part, **settings)
-    if name not in (FP32, POLICY):
-        gather = "int8" if name == BOTH else None
-        comm_hooks.register_comm_hook(model, gather or name, param_format=gather)
+def shard_by_fsdp2(model: GPT, name: str) -> nn.Module:
+    """Shard a model by FSDP2 with the policy and the hook of a contender."""
+    policy = MixedPrecisionPolicy()
+    if name == POLICY:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    elif name == BOTH:
+        # The weights are gathered in int8, and the model computes in bf16.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy)
+    if name == BOTH:
+        comm_hooks.register_comm_hook(model, "int8", param_format="int8")
+    elif name not in (FP32, POLICY):
+        comm_hooks.register_comm_hook(model, name)
     return model
 
 
-def _tokens() -> tuple[Tensor, Tensor]:
-    """Some of Python's own source, other bytes on each rank."""
-    text = Path(ast.__file__).read_bytes()[dist.get_rank() * 1000 :][: SIZE.seq_len + 1]
-    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
+def read_tokens() -> tuple[Tensor, Tensor]:
+    """Return inputs and targets from the source of Python, which differ between ranks."""
+    source = Path(ast.__file__).read_bytes()
+    start = dist.get_rank() * 1000
+    text = bytearray(source[start : start + SIZE.seq_len + 1])
+    row = torch.frombuffer(text, dtype=torch.uint8).long()[None]
     return row[:, :-1], row[:, 1:]
 
 
-def link_speed(megabytes: int = 8) -> float:
-    """Return how many Mbit/s of payload each rank sends to its neighbour, all at once.
+def measure_link(megabytes: int = 8) -> float:
+    """Return the Mbit/s of payload that each rank sends to the next one, while all ranks send.
 
-    The best of three: what the links carry when nothing is computed.
+    This is the best of three, and no rank computes meanwhile.
     """
-    number, size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     data, received = torch.zeros(2, megabytes << 20, dtype=torch.uint8)
     best = 0.0
     for _ in range(3):
         dist.barrier()
-        began = time.perf_counter()
-        work = [dist.irecv(received, (number - 1) % size), dist.isend(data, (number + 1) % size)]
-        for each in work:
-            each.wait()  # type: ignore[union-attr]
-        best = max(best, data.numel() * 8e-6 / (time.perf_counter() - began))
+        start = time.perf_counter()
+        receive = dist.irecv(received, (rank - 1) % world_size)
+        send = dist.isend(data, (rank + 1) % world_size)
+        for work in (receive, send):
+            assert work is not None
+            work.wait()
+        seconds = time.perf_counter() - start
+        best = max(best, data.numel() * 8e-6 / seconds)
     return best
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

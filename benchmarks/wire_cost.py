@@ -1,11 +1,11 @@
-"""What a million elements cost to encode, decode and add up in each format, beside torch's casts.
+"""The cost of encoding, decoding and adding a million elements in each format.
 
     OMP_NUM_THREADS=1 python -m benchmarks.wire_cost [--elements 6553600] [--rounds 40]
     python -m benchmarks.wire_cost --device cuda
 
-A gradient bucket of 25 MiB in blocks. On a CPU one thread's processor time stands beside that of
-``.half()`` and ``.float()``, on a GPU the bytes that encoding and decoding move in a second beside
-those of a copy.
+The data are a gradient bucket of 25 MiB in blocks. On a CPU, the processor time of one thread is
+compared with ``.half()`` and ``.float()``. On a GPU, the bytes that encoding and decoding move in a
+second are compared with a copy.
 """
 
 import statistics
@@ -15,15 +15,15 @@ from typing import Literal
 
 import torch
 
-from benchmarks.common import command, interleave, median, ratio, table
+from benchmarks.common import format_median, format_ratio, interleave, print_table, run_command
 from distamp.comm_hooks import COMM_FORMATS, CommFormat
 from distamp.comm_hooks.collectives import CPU_CHUNK_BLOCKS, count_blocks
 from distamp.comm_hooks.formats import BLOCK_NUMEL
 
-COPY = "copy"
+COPY, TO_HALF, TO_FLOAT = "copy", ".half()", ".float()"
 
 
-def calls_of(wire: CommFormat, values: torch.Tensor) -> dict[str, Callable[[], object]]:
+def make_calls(comm_format: CommFormat, values: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Return functions that encode, decode and add all elements in one format."""
     blocks = values.view(-1, BLOCK_NUMEL)
     out = torch.empty_like(blocks)
@@ -31,21 +31,21 @@ def calls_of(wire: CommFormat, values: torch.Tensor) -> dict[str, Callable[[], o
     size = CPU_CHUNK_BLOCKS if values.device.type == "cpu" else count_blocks(values.numel())
     chunks = []
     for source, target in zip(blocks.split(size), out.split(size), strict=True):
-        nbytes = wire.row_bytes(source.numel())
+        nbytes = comm_format.row_bytes(source.numel())
         data = torch.zeros(nbytes, dtype=torch.uint8, device=values.device)
         chunks.append((source, data, target))
 
     def encode() -> None:
         for source, data, _ in chunks:
-            wire.encode(source, data)
+            comm_format.encode(source, data)
 
     def decode() -> None:
         for _, data, target in chunks:
-            wire.decode(data, target)
+            comm_format.decode(data, target)
 
     def add() -> None:
         for _, data, target in chunks:
-            wire.decode(data, target, accumulate=True)
+            comm_format.decode(data, target, accumulate=True)
 
     return {"encode": encode, "decode": decode, "add": add}
 
@@ -53,40 +53,48 @@ def calls_of(wire: CommFormat, values: torch.Tensor) -> dict[str, Callable[[], o
 def main(
     *, elements: int = 25 << 18, rounds: int = 40, device: Literal["cpu", "cuda"] = "cpu"
 ) -> None:
-    """Compare what each format costs with torch's casts, and with a copy.
+    """Compare the cost of each format with torch's casts and with a copy.
 
     Args:
-        elements: On a GPU 16 times as many.
-        rounds: Of each.
-        device: Where they lie.
+        elements: Number of elements; a GPU gets 16 times as many.
+        rounds: Number of rounds of each row.
+        device: Device of the elements.
     """
-    gpu = device == "cuda"
-    elements *= 16 if gpu else 1
+    is_gpu = device == "cuda"
+    if is_gpu:
+        elements *= 16
     values = torch.randn(elements, device=device)
-    half, other = torch.empty_like(values, dtype=torch.float16), torch.empty_like(values)
+    half = torch.empty_like(values, dtype=torch.float16)
+    copied = torch.empty_like(values)
     contenders: dict[str, Callable[[], object]] = {
-        COPY: lambda: other.copy_(values),
-        ".half()": lambda: half.copy_(values),
-        ".float()": lambda: other.copy_(half),
+        COPY: lambda: copied.copy_(values),
+        TO_HALF: lambda: half.copy_(values),
+        TO_FLOAT: lambda: copied.copy_(half),
     }
-    moved = {COPY: 8 * elements, ".half()": 6 * elements, ".float()": 6 * elements}
-    for wire in COMM_FORMATS.values():
-        row = wire.row_bytes(elements)
-        for what, call in calls_of(wire, values).items():
-            contenders[f"{wire.name} {what}"] = call
-            moved[f"{wire.name} {what}"] = row + 4 * elements * (2 if what == "add" else 1)
-    clock = time.perf_counter if gpu else time.thread_time
+    moved_bytes = {COPY: 8 * elements, TO_HALF: 6 * elements, TO_FLOAT: 6 * elements}
+    for comm_format in COMM_FORMATS.values():
+        for action, call in make_calls(comm_format, values).items():
+            name = f"{comm_format.name} {action}"
+            contenders[name] = call
+            # Adding reads the fp32 values that it writes.
+            fp32_passes = 2 if action == "add" else 1
+            moved_bytes[name] = comm_format.row_bytes(elements) + 4 * elements * fp32_passes
+    clock = time.perf_counter if is_gpu else time.thread_time
     times = interleave(contenders, rounds, warmup=5, clock=clock)
-    rates = {name: [moved[name] / each for each in times[name]] for name in contenders}
+    rates = {}
+    for name in contenders:
+        rates[name] = [moved_bytes[name] / seconds for seconds in times[name]]
     rows = []
-    for name, each in times.items():
-        cast = ".half()" if name.endswith("encode") else ".float()"
-        speed = f"{statistics.median(rates[name]) / 1e9:.1f}"
-        beside = ratio(each, times[cast]), speed, ratio(rates[name], rates[COPY])
-        rows.append([name, median(each, 1e12 / elements), *beside])
-    header = ["", "us for a million", "of .half() (encode) or .float()", "GB/s", "of a copy's"]
-    table(header, rows)
+    for name, seconds in times.items():
+        cast = TO_HALF if name.endswith("encode") else TO_FLOAT
+        gigabytes = statistics.median(rates[name]) / 1e9
+        row = [name, format_median(seconds, 1e12 / elements), format_ratio(seconds, times[cast])]
+        row += [f"{gigabytes:.1f}", format_ratio(rates[name], rates[COPY])]
+        rows.append(row)
+    header = ["", "us for a million", "ratio to .half() (encode) or .float()"]
+    header += ["GB/s", "ratio to a copy"]
+    print_table(header, rows)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -1,16 +1,16 @@
-"""The error of the mean gradient through each wire format beside torch's fp16 hook, in float64.
+"""The error of the mean gradient in each format, compared with torch's fp16 hook, in float64.
 
     OMP_NUM_THREADS=1 python -m benchmarks.wire_error [--elements 16384] [--steps 32]
 
-Hooks of DDP on ranks of this machine. Heavy-tailed gradients (Student's t with 5 degrees of
-freedom) of 24 layers, whose sizes fall from 1e-2 to 1e-8 as they do towards the input of a deep
-net; half of each rank's gradient is common to all ranks. Numbers of ranks are compared at a loss
-scale of 2^10, where torch's hook overflows nowhere.
+DDP hooks run on ranks of this machine. The gradients are heavy-tailed (Student's t with 5 degrees
+of freedom) and belong to 24 layers. Their sizes fall from 1e-2 to 1e-8, as they do towards the
+input of a deep net. Half of each rank's gradient is common to all ranks. The table by number of
+ranks has a loss scale of 2^10, at which torch's hook overflows nowhere.
 
-The last table gives one-byte formats what they need: error feedback, in which each exchange gets
-back what rounding took from the last. Its error is that of the sum of all gradients so far, of all
-elements and of small tensors (96 elements, a hundredth of the size) that lie between large ones, as
-biases do.
+The last table adds error feedback, which one-byte formats need: each exchange adds the rounding
+error of the exchange before it. The error is that of the sum of all gradients so far: for all
+elements, and for small tensors (96 elements, a hundredth of the size) between large ones, such as
+biases.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comm_hooks_step import TORCH, register
-from benchmarks.common import command, table
+from benchmarks.common import print_table, run_command
 from distamp.comm_hooks import COMM_FORMATS
 from tests.ranks import RankPool
 
@@ -29,25 +29,27 @@ LAYERS, SMALL = 24, 96
 NAMES = (TORCH, *COMM_FORMATS)
 
 
-class Given(nn.Module):
-    """Parameters whose gradients it is called with."""
+class FixedGradients(nn.Module):
+    """A module that gets the gradients of its parameters as the input."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, numels: Sequence[int]) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.held = nn.ParameterList(torch.zeros(size) for size in sizes)
+        self.numels = numels
+        self.weights = nn.ParameterList(torch.zeros(numel) for numel in numels)
 
     def forward(self, gradients: Tensor) -> Tensor:
-        """Return a loss that has these gradients, flat."""
-        pairs = zip(self.held, gradients.split(self.sizes), strict=True)
-        return torch.stack([(parameter * each).sum() for parameter, each in pairs]).sum()
+        """Return a loss with these gradients, which are flat."""
+        terms = []
+        for weight, gradient in zip(self.weights, gradients.split(self.numels), strict=True):
+            terms.append((weight * gradient).sum())
+        return torch.stack(terms).sum()
 
 
-class Averaging:
-    """Averages flat fp32 gradients of so many elements over the ranks, as DDP does with a hook."""
+class Averager:
+    """Averages flat fp32 gradients over the ranks, as DDP does with a hook."""
 
-    def __init__(self, name: str, sizes: Sequence[int]) -> None:
-        self.model = DistributedDataParallel(Given(sizes))
+    def __init__(self, name: str, numels: Sequence[int]) -> None:
+        self.model = DistributedDataParallel(FixedGradients(numels))
         register(self.model, name)
 
     def __call__(self, gradients: Tensor) -> Tensor:
@@ -57,84 +59,99 @@ class Averaging:
         return torch.cat([p.grad for p in self.model.parameters()]).double()
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Return each rank's gradients, half of each common to all, of Student's t."""
+def draw_gradients(shape: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Return the gradients of all ranks, with a half that is common to all."""
     generator = torch.Generator().manual_seed(seed)
 
-    def student() -> Tensor:
+    def draw_student_t() -> Tensor:
         freedom = torch.randn(5, *shape, generator=generator)
-        return torch.randn(shape, generator=generator) / freedom.square().mean(0).sqrt()
+        spread = freedom.square().mean(0).sqrt()
+        return torch.randn(shape, generator=generator) / spread
 
-    common = student()
-    return [common + student() for _ in range(dist.get_world_size())]
+    common = draw_student_t()
+    return [common + draw_student_t() for _ in range(dist.get_world_size())]
 
 
-def error(mine: Tensor, exact: Tensor) -> float:
+def relative_error(approximate: Tensor, exact: Tensor) -> float:
     """Return the relative L2 error."""
-    return float((mine - exact).norm() / exact.norm())
+    return float((approximate - exact).norm() / exact.norm())
 
 
-def means(scale: float, elements: int) -> list[tuple[str, str]]:
-    """Return, of each name, the error of the mean, and of its worst layer with what became inf."""
+def measure_means(scale: float, elements: int) -> list[tuple[str, str]]:
+    """Return for each name the error of the mean, and of its worst layer with the count of inf."""
     sizes = scale * torch.logspace(-2, -8, LAYERS, dtype=torch.float64).unsqueeze(1)
-    each = [gradient.double() * sizes for gradient in drawn((LAYERS, elements), 0)]
-    exact = torch.stack(each).mean(0)
-    found = []
+    gradients = [gradient.double() * sizes for gradient in draw_gradients((LAYERS, elements), 0)]
+    exact = torch.stack(gradients).mean(0)
+    cells = []
     for name in NAMES:
-        average = Averaging(name, [elements] * LAYERS)
-        mean = average(each[dist.get_rank()].float().flatten()).view_as(exact)
-        made = int((~mean.isfinite()).sum())
-        worst = max(map(error, mean.nan_to_num(0, 0, 0), exact))
-        says = f"{worst:.2e}, {made} inf" if made else f"{worst:.2e}"
-        found.append((f"{error(mean, exact):.2e}", says))
-    return found
+        averager = Averager(name, [elements] * LAYERS)
+        rank_gradient = gradients[dist.get_rank()].float().flatten()
+        mean = averager(rank_gradient).view_as(exact)
+        num_overflows = int((~mean.isfinite()).sum())
+        finite_mean = mean.nan_to_num(0, 0, 0)
+        layers = zip(finite_mean, exact, strict=True)
+        worst = max(relative_error(layer, exact_layer) for layer, exact_layer in layers)
+        worst_cell = f"{worst:.2e}"
+        if num_overflows:
+            worst_cell += f", {num_overflows} inf"
+        cells.append((f"{relative_error(mean, exact):.2e}", worst_cell))
+    return cells
 
 
-def sums(wire: str, elements: int, steps: int, feedback: bool) -> tuple[str, str]:
-    """Return the error of the sum of the means of many steps: of everything, and of biases."""
+def measure_sums(comm_format: str, elements: int, steps: int, feedback: bool) -> tuple[str, str]:
+    """Return the error of the sum of the means of many steps: of all elements, and of biases."""
     numels = [elements, SMALL] * (LAYERS // 2)
     sizes = torch.cat([torch.ones(elements), torch.full((SMALL,), 0.01)]).repeat(LAYERS // 2)
-    mine, exact = torch.zeros(2, sizes.numel(), dtype=torch.float64)
-    average = Averaging(wire, numels)
-    average(torch.zeros_like(sizes))  # after the first pass DDP makes other buckets
+    total, exact = torch.zeros(2, sizes.numel(), dtype=torch.float64)
+    averager = Averager(comm_format, numels)
+    # DDP rebuilds its buckets after the first pass.
+    averager(torch.zeros_like(sizes))
     for step in range(steps):
-        given = [each * sizes * 1e-2 * 2.0**10 for each in drawn((sizes.numel(),), step)]
-        exact += torch.stack(given).double().mean(0)
-        # A new hook knows of no rounding.
-        now = average if feedback else Averaging(wire, numels)
-        mine += now(given[dist.get_rank()])
-    small = sizes < 1
-    return f"{error(mine, exact):.1e}", f"{error(mine[small], exact[small]):.1e}"
+        gradients = []
+        for gradient in draw_gradients((sizes.numel(),), step):
+            gradients.append(gradient * sizes * 1e-2 * 2.0**10)
+        exact += torch.stack(gradients).double().mean(0)
+        # A new hook has no rounding errors to add.
+        step_averager = averager if feedback else Averager(comm_format, numels)
+        total += step_averager(gradients[dist.get_rank()])
+    is_small = sizes < 1
+    small_error = relative_error(total[is_small], exact[is_small])
+    return f"{relative_error(total, exact):.1e}", f"{small_error:.1e}"
 
 
 def main(*, elements: int = 1 << 14, steps: int = 32) -> None:
-    """Print the error of each format beside torch's hook.
+    """Print the error of each format and of torch's hook.
 
     Args:
-        elements: Of each layer.
-        steps: Of the run with error feedback.
+        elements: Number of elements in each layer.
+        steps: Number of steps of the run with error feedback.
     """
     with RankPool(2) as two, RankPool(4, timeout=900) as four, RankPool(8, timeout=600) as eight:
-        worlds = [pool.run(means, 2.0**10, elements)[0] for pool in (two, four, eight)]
-        rows = [[name, *(mean for mean, _ in of)] for name, *of in zip(NAMES, *worlds, strict=True)]
-        title = "Relative L2 error of the mean, loss scale 2^10:"
-        table(["format", "2 ranks", "4 ranks", "8 ranks"], rows, title)
-        scales = [eight.run(means, scale, elements)[0] for scale in (1.0, 2.0**16, 2.0**24)]
-        rows = [[name, *(last for _, last in of)] for name, *of in zip(NAMES, *scales, strict=True)]
-        title = "Eight ranks: error of the worst layer, and elements made inf, by loss scale:"
-        table(["format", "scale 1", "2^16", "2^24"], rows, title)
+        by_ranks = [pool.run(measure_means, 2.0**10, elements)[0] for pool in (two, four, eight)]
         rows = []
-        for name, wire in COMM_FORMATS.items():
-            given = name, elements // 4, steps
-            (every, small), (fed, small_fed) = (
-                four.run(sums, *given, feedback)[0] for feedback in (False, True)
-            )
-            share = f"{wire.row_bytes(1 << 20) / (4 << 20):.3f}"
-            rows.append([name, share, every, fed, small, small_fed])
+        for index, name in enumerate(NAMES):
+            rows.append([name, *(cells[index][0] for cells in by_ranks)])
+        title = "Relative L2 error of the mean, loss scale 2^10:"
+        print_table(["format", "2 ranks", "4 ranks", "8 ranks"], rows, title)
+
+        scales = (1.0, 2.0**16, 2.0**24)
+        by_scale = [eight.run(measure_means, scale, elements)[0] for scale in scales]
+        rows = []
+        for index, name in enumerate(NAMES):
+            rows.append([name, *(cells[index][1] for cells in by_scale)])
+        title = "Eight ranks: error of the worst layer, and number of inf, by loss scale:"
+        print_table(["format", "scale 1", "2^16", "2^24"], rows, title)
+
+        rows = []
+        for name, comm_format in COMM_FORMATS.items():
+            plain, plain_small = four.run(measure_sums, name, elements // 4, steps, False)[0]
+            fed, fed_small = four.run(measure_sums, name, elements // 4, steps, True)[0]
+            share = comm_format.row_bytes(1 << 20) / (4 << 20)
+            rows.append([name, f"{share:.3f}", plain, fed, plain_small, fed_small])
         title = f"Four ranks, error of the sum of {steps} steps, with feedback and without:"
         header = ["format", "bytes of fp32", "all", "all, fed back", "small", "small, fed back"]
-        table(header, rows, title)
+        print_table(header, rows, title)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

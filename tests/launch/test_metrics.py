@@ -1,4 +1,4 @@
-"""What a run shows: lines in a log file, the last lines, utilisation, and pictures."""
+"""The output of a run: lines in a log file, the summary, utilisation, and pictures."""
 
 import itertools
 import json
@@ -21,94 +21,116 @@ from launch.train import run
 from tests.launch import jobs
 from tests.launch.jobs import FP16, TINY
 
-# Runs and ranks that its tests share.
+# The tests share runs and ranks.
 pytestmark = pytest.mark.xdist_group("launch metrics")
 
+SKIPPING_RUN = ("--steps", 12, "--overwrite", "--no-check-precision")
+SHORT_RUN = ("--steps", 2, "--keep-checkpoints", 0, "--peak-tflops", 1e-3)
 
-def told(folder: Path, *args: object, seconds: Iterable[float] = itertools.repeat(math.inf)) -> str:
-    """What a run prints where there is no terminal; its clock leaves it so many seconds."""
-    left = iter(seconds)
+
+def print_run(
+    folder: Path, *args: object, seconds: Iterable[float] = itertools.repeat(math.inf)
+) -> str:
+    """Return the output of a run without a terminal. Its clock reads the seconds in turn."""
+    remaining = iter(seconds)
+    words = [str(arg) for arg in args]
     with jobs.here() as printed:
-        run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, next(left)))
+        config = parse([*words, "--run-dir", str(folder)])
+        run(config, lambda: (False, next(remaining)))
     return printed.getvalue()
 
 
-@pytest.fixture(scope="module")
-def kept(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of many skipped steps, with a checkpoint, and what it printed."""
-    folder = tmp_path_factory.mktemp("kept")
-    return folder, told(folder, "--data", text, *TINY, *FP16, *KEPT)
+def list_skips(rows: jobs.Rows) -> list[int]:
+    return [row["step"] for row in rows if not row.get("taken", True)]
+
+
+def list_steps(rows: jobs.Rows) -> jobs.Rows:
+    return [row for row in rows if "loss" in row]
+
+
+def show_skips(skipped: list[int]) -> str:
+    """Return the steps as the summary lists them: the last eight."""
+    listed = [str(step) for step in skipped[-8:]]
+    if len(skipped) > 8:
+        listed.insert(0, "...")
+    return ", ".join(listed)
 
 
 @pytest.fixture(scope="module")
-def bare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run without a checkpoint, on a device whose peak is known, and what it printed."""
-    folder = tmp_path_factory.mktemp("bare")
-    return folder, told(folder, "--data", text, *TINY, *BARE)
+def skipping_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of many skipped steps, with a checkpoint, and its output."""
+    folder = tmp_path_factory.mktemp("skipping")
+    return folder, print_run(folder, "--data", text, *TINY, *FP16, *SKIPPING_RUN)
 
 
-KEPT = ("--steps", 12, "--overwrite", "--no-check-precision")
-BARE = ("--steps", 2, "--keep-checkpoints", 0, "--peak-tflops", 1e-3)
+@pytest.fixture(scope="module")
+def short_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run without a checkpoint, with the peak of the device, and its output."""
+    folder = tmp_path_factory.mktemp("short")
+    return folder, print_run(folder, "--data", text, *TINY, *SHORT_RUN)
 
 
-def test_log_file_says_which_flags_it_was_given(kept, text):
-    begun = kept[1].splitlines()[0]
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d ", begun)
-    given = map(str, ("--data", text, *TINY, *FP16, *KEPT))
-    assert parse(begun.split(": ", 1)[1].split()) == parse([*given])
+def test_first_line_has_the_flags_of_the_run(skipping_run, text):
+    _, printed = skipping_run
+    first_line = printed.splitlines()[0]
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d ", first_line)
+    _, _, printed_flags = first_line.partition(": ")
+    flags = [str(word) for word in ("--data", text, *TINY, *FP16, *SKIPPING_RUN)]
+    assert parse(printed_flags.split()) == parse(flags)
 
 
-def test_log_file_has_a_line_for_each_record(kept):
-    folder, printed = kept
+def test_log_file_has_a_line_for_each_record(skipping_run):
+    folder, printed = skipping_run
     assert printed.count("checkpoint written") == 1
     lines = [line for line in printed.splitlines() if "tokens/s" in line]
-    rows = [row for row in jobs.records(folder) if "loss" in row]
+    rows = list_steps(jobs.records(folder))
     assert len(lines) == len(rows) == 12
     for line, row in zip(lines, rows, strict=True):
         assert line.startswith(f"step {row['step']:>2}/12  loss {row['loss']:.4f}  ")
-        for part in (rf"lr {row['learning_rate']:.3g} ", rf"scale {row['loss_scale']:.10g} "):
-            assert part in line
-        assert re.search(rf"skipped {row['skipped']}  [\d,]+ tokens/s  0:\d\d:\d\d left", line)
+        assert f"lr {row['learning_rate']:.3g} " in line
+        assert f"scale {row['loss_scale']:.10g} " in line
+        speed = r"[\d,]+ tokens/s  0:\d\d:\d\d left"
+        assert re.search(f"skipped {row['skipped']}  {speed}", line)
         assert ("SKIPPED: not finite" in line) == (not row["taken"])
 
 
 def test_time_left_is_no_longer_than_max_time(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 100_000, "--keep-checkpoints", 0)
-    printed = told(tmp_path, *args, seconds=(90.0, 3.0, 0.0))
+    printed = print_run(tmp_path, *args, seconds=(90.0, 3.0, 0.0))
     assert re.findall(r"tokens/s  (.*) left", printed) == ["0:01:30", "0:00:03", "0:00:00"]
 
 
-def test_last_lines_promise_what_there_is_and_name_the_steps_that_were_skipped(kept, bare):
-    folder, printed = kept
+def test_summary_lists_the_skipped_steps(skipping_run):
+    folder, printed = skipping_run
+    skipped = list_skips(jobs.records(folder))
+    assert f"skipped {len(skipped)} on every rank: {show_skips(skipped)}." in printed
+
+
+def test_last_line_names_the_next_command_if_there_is_a_checkpoint(skipping_run, short_run):
+    folder, printed = skipping_run
     assert f"launch.sample {folder}" in printed.splitlines()[-1]
-    skipped = [str(r["step"]) for r in jobs.records(folder) if not r.get("taken", True)]
-    shown = ", ".join(["...", *skipped[-8:]] if len(skipped) > 8 else skipped)
-    assert f"skipped {len(skipped)} on every rank: {shown}." in printed
-    assert "without a checkpoint (--keep-checkpoints 0)" in bare[1].splitlines()[-1]
-    assert "launch.sample" not in bare[1]
+    _, printed = short_run
+    assert "without a checkpoint (--keep-checkpoints 0)" in printed.splitlines()[-1]
+    assert "launch.sample" not in printed
 
 
 def test_a_record_lists_the_skipped_steps_since_the_record_before_it(text, tmp_path):
     args = ("--data", text, *TINY, *FP16, "--steps", 12, "--no-check-precision")
-    every_step = jobs.train(tmp_path / "every", args)
-    printed = told(tmp_path / "sparse", *args, "--log-every", 6)
-    skipped = [row["step"] for row in every_step if not row.get("taken", True)]
+    skipped = list_skips(jobs.train(tmp_path / "every step", args))
     assert skipped
-    sparse = [row for row in jobs.records(tmp_path / "sparse") if "loss" in row]
-    assert [row["step"] for row in sparse] == [6, 12]
-    assert sparse[0]["skipped_steps"] + sparse[1]["skipped_steps"] == skipped
-    earlier = [str(step) for step in skipped if step < 6]
-    assert f"SKIPPED since the last line: steps {', '.join(earlier)}" in printed
-    listed = ["...", *map(str, skipped[-8:])] if len(skipped) > 8 else [*map(str, skipped)]
-    assert f"skipped {len(skipped)} on every rank: {', '.join(listed)}." in printed
+    printed = print_run(tmp_path / "sixth steps", *args, "--log-every", 6)
+    first, second = list_steps(jobs.records(tmp_path / "sixth steps"))
+    assert (first["step"], second["step"]) == (6, 12)
+    assert first["skipped_steps"] + second["skipped_steps"] == skipped
+    earlier = ", ".join(str(step) for step in skipped if step < 6)
+    assert f"SKIPPED since the last line: steps {earlier}" in printed
+    assert f"skipped {len(skipped)} on every rank: {show_skips(skipped)}." in printed
 
 
 def test_picture_has_a_cross_for_a_skipped_step_between_two_records(tmp_path):
-    rows = [
-        {"step": 5, "loss": 2.0, "taken": True, "skipped_steps": [3]},
-        {"step": 10, "loss": 1.0, "taken": True, "skipped_steps": []},
-    ]
-    (axes,) = figure(tmp_path, rows).axes
+    first = {"step": 5, "loss": 2.0, "taken": True, "skipped_steps": [3]}
+    second = {"step": 10, "loss": 1.0, "taken": True, "skipped_steps": []}
+    (axes,) = figure(tmp_path, [first, second]).axes
     (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
     assert crosses.get_xydata().tolist() == [[3.0, 2.0]]
 
@@ -117,12 +139,13 @@ def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 2, "--save-every", 1)
     jobs.train(tmp_path, args)
     assert len(list_checkpoints(tmp_path)) == 2
-    others = [tmp_path / name for name in ("nonfinite.jsonl", "precision.toml", "tokenizer.json")]
-    for path in others:
-        path.write_text("the old run's")
+    for name in ("nonfinite.jsonl", "precision.toml", "tokenizer.json"):
+        (tmp_path / name).write_text("of the old run")
     jobs.train(tmp_path, (*args, "--steps", 1, "--overwrite"))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    assert [path.exists() for path in others] == [False] * 3
+    checkpoints = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert checkpoints == ["step-00000001"]
+    for name in ("nonfinite.jsonl", "precision.toml", "tokenizer.json"):
+        assert not (tmp_path / name).exists()
 
 
 @pytest.fixture
@@ -139,9 +162,10 @@ def test_operations_of_an_example_are_those_counted_by_hand(tiny):
     assert flops_per_example(tiny) == 16 * (6 * weights + 12 * 2 * 4 * 4 * 16)
 
 
-def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, bare):
+def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, short_run):
+    folder, _ = short_run
     token = flops_per_example(tiny) / 16
-    for row in (row for row in read_records(bare[0]) if "loss" in row):
+    for row in list_steps(read_records(folder)):
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)
 
 
