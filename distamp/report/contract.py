@@ -17,10 +17,10 @@ from distamp.error_text import choices_text, similar_names
 from distamp.errors import ConfigError
 from distamp.precision_level import PrecisionLevel
 from distamp.process_group import GroupLike
-from distamp.report.contract_recorder import ContractRecorder, RankObservations
+from distamp.report.contract_recorder import RankObservations
 from distamp.report.formatting import NO_MODULE, JsonResult, dtype_abbr, text_table
 from distamp.report.rank_group import RankGroup
-from distamp.report.tracing import StepTracer
+from distamp.report.step_observer import StepObserver
 from distamp.report.violations import Violation, find_violations
 
 __all__ = ["ContractReport", "PrecisionContract"]
@@ -37,6 +37,8 @@ _DESCRIPTIONS = {
     "optimizer_state": "the optimizer's state, such as moments",
 }
 _KEYS = tuple(_DESCRIPTIONS)
+# Compiled code hides the tensors of these keys, so a contract takes them from an eager run.
+_EAGER_KEYS = ("compute", "norms")
 # The keys of an exception that is written as a dtype alone.
 _MODULE_KEYS = ("parameters", "compute", "norms")
 _HEADINGS = ("", "declared", "found", "", "meaning")
@@ -53,12 +55,17 @@ class ContractReport(JsonResult, Sequence[Violation]):
         contract: The contract.
         seen: The number of calls or tensors, by key and dtype.
         unseen: Sentences about modules that were not checked, and that did not run.
+        reasons: The reason for each key without a call or tensor, by key.
+        judged_by: The run of the step that decided about a key, by key: ``"compiled step"`` or
+            ``"eager step"``. Empty if no compiled code ran.
     """
 
     def __init__(self, contract: PrecisionContract) -> None:
         self.contract = contract
         self.seen: dict[str, dict[str, int]] = {}
         self.unseen: tuple[str, ...] = ()
+        self.reasons: dict[str, str] = {}
+        self.judged_by: dict[str, str] = {}
         self._violations: tuple[Violation, ...] = ()
 
     def __len__(self) -> int:
@@ -75,7 +82,10 @@ class ContractReport(JsonResult, Sequence[Violation]):
             numbers: The numbers of these ranks in the default group.
         """
         sentences: dict[str, None] = {}
+        reasons: dict[str, dict[str, None]] = {}
         for observations in ranks:
+            for key, reason in observations.reasons.items():
+                reasons.setdefault(key, {})[reason] = None
             sentences.update(dict.fromkeys(observations.not_checked))
             counts: Counter[tuple[str, str]] = Counter()
             for row, (calls, _) in observations.counts.items():
@@ -84,6 +94,9 @@ class ContractReport(JsonResult, Sequence[Violation]):
                 by_dtype = self.seen.setdefault(key, {})
                 by_dtype[dtype] = max(count, by_dtype.get(dtype, 0))
         self.unseen = tuple(sentences)
+        for key in _KEYS:
+            if key not in self.seen:
+                self.reasons[key] = ", and ".join(reasons[key])
         self._violations = find_violations(ranks, numbers, self.contract.declared, _KEYS)
 
     def __str__(self) -> str:
@@ -94,30 +107,41 @@ class ContractReport(JsonResult, Sequence[Violation]):
         lines += text_table(_HEADINGS, rows, numbers=0)
         lines += [f"{number}. {violation}" for number, violation in enumerate(self, 1)]
         lines += [f"not seen: {sentence}" for sentence in self.unseen]
+        keys_by_run: dict[str, list[str]] = {}
+        for key, run in self.judged_by.items():
+            keys_by_run.setdefault(run, []).append(key)
+        for run, keys in keys_by_run.items():
+            key_list = ", ".join(keys)
+            lines.append(f"judged by the {run}: {key_list}")
         return "\n".join(lines)
 
     def _row(self, key: str) -> tuple[str, ...]:
         """Return the cells of a key in the table."""
         declared = " or ".join(self.contract.declared(key)) or "-"
         counts = self.seen.get(key, {})
-        found = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.items()) or "-"
+        cells = [f"{count:,} {dtype}" for dtype, count in counts.items()]
+        counts_text = ", ".join(cells) or "-"
         status = "kept"
+        description = _DESCRIPTIONS[key]
         if any(violation.key == key for violation in self):
             status = "BROKEN"
         elif declared == "-":
             status = "-"
         elif not counts:
             status = "nothing seen"
-        return key, declared, found, status, _DESCRIPTIONS[key]
+            reason = self.reasons.get(key, "the step has not ended")
+            description = f"{description}: {reason}"
+        return key, declared, counts_text, status, description
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON types."""
-        return {
-            "contract": self.contract.to_dict(),
-            "violations": [asdict(violation) for violation in self],
-            "seen": self.seen,
-            "unseen": list(self.unseen),
-        }
+        values: dict[str, Any] = {"contract": self.contract.to_dict()}
+        values["violations"] = [asdict(violation) for violation in self]
+        values["seen"] = self.seen
+        values["unseen"] = list(self.unseen)
+        values["reasons"] = self.reasons
+        values["judged_by"] = self.judged_by
+        return values
 
 
 @dataclass(frozen=True)
@@ -217,6 +241,11 @@ class PrecisionContract:
     ) -> ContractReport:
         """Run one real step, and compare its dtypes with the contract.
 
+        Compiled code hides its products and norms. If the step runs any, it runs a second time
+        with compiled code run eagerly, and the second run decides about ``compute`` and ``norms``.
+        It changes no parameter, gradient, buffer, random state or optimizer of torch. A loss scale,
+        a guard or a schedule in the step counts two steps. `watch` leaves the second run out.
+
         Collective: every rank of `process_group` must call this. All return the same.
 
         Args:
@@ -235,8 +264,19 @@ class PrecisionContract:
             DistampError: ``step``, or the check itself, raised on another rank. The rank on which
                 it raised has its own error.
         """
-        with self.watch(model, optimizer, hooks, process_group=process_group) as report:
+        group = RankGroup.begin("PrecisionContract.check()", process_group)
+        observer = self._observer(group, model, optimizer, hooks)
+        with observer.observe() as ranks:
             step()
+        report = ContractReport(self)
+        if any(observations.ran_compiled for observations in ranks):
+            with observer.observe_eagerly() as eager_ranks:
+                step()
+            pairs = zip(ranks, eager_ranks, strict=True)
+            ranks = [compiled.replace_keys(_EAGER_KEYS, eager) for compiled, eager in pairs]
+            report.judged_by.update(dict.fromkeys(_KEYS, "compiled step"))
+            report.judged_by.update(dict.fromkeys(_EAGER_KEYS, "eager step"))
+        report.set_observations(ranks, group.ranks)
         return report
 
     @contextmanager
@@ -250,22 +290,25 @@ class PrecisionContract:
     ) -> Iterator[ContractReport]:
         """Check the step in the block, like `check`; the result is complete after the block.
 
+        Compiled code stays compiled, and the products and norms inside its kernels are not seen.
+
         Collective: every rank of `process_group` must call this.
         """
         group = RankGroup.begin("PrecisionContract.check()", process_group)
-        with group.raise_together("the check of a contract"):
-            recorder = ContractRecorder(_optimizers(optimizer), hooks)
-            tracer = StepTracer(_models(model), [recorder], eager=False)
-        self._check_patterns(list(tracer.names.values()), group)
+        observer = self._observer(group, model, optimizer, hooks)
         report = ContractReport(self)
-        with (
-            group.raise_together("the step that a contract watches"),
-            recorder.record(tracer),
-        ):
+        with observer.observe() as ranks:
             yield report
+        report.set_observations(ranks, group.ranks)
+
+    def _observer(
+        self, group: RankGroup, model: Models, optimizer: Optimizers, hooks: Sequence[Any]
+    ) -> StepObserver:
         with group.raise_together("the check of a contract"):
-            observations = recorder.result
-        report.set_observations(group.gather(observations), group.ranks)
+            optimizers = _optimizers(optimizer)
+            observer = StepObserver(group, _models(model), optimizers, hooks)
+        self._check_patterns(observer.names, group)
+        return observer
 
     def _check_patterns(self, names: Sequence[str], group: RankGroup) -> None:
         """Raise for a pattern that matches no module on any rank."""

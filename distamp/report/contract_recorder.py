@@ -10,10 +10,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from distamp.optim_utils import params_of, unwrap_optimizer, zero_local_optimizer
+from distamp.fsdp_params import sharded_params
+from distamp.optim_utils import params_of, unwrap_optimizer, view_of, zero_local_optimizer
 from distamp.report.collectives import CollectiveCall
 from distamp.report.formatting import NO_MODULE, collapse_indices, dtype_abbr
 from distamp.report.messages import Message, MessageClass, RecordFunctionStack, classify_message
@@ -40,6 +42,18 @@ _STATISTICS = frozenset({"mean", "var", "var_mean", "std", "sum", "linalg_vector
 _SHIFTS = frozenset({"add", "add_", "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum"})
 _ROOTS = frozenset({"rsqrt", "rsqrt_", "sqrt", "sqrt_"})
 _CASTS = frozenset({"_to_copy", "clone", "convert_element_type"})
+_MESSAGE_KEYS = ("param_all_gather", "grad_reduce", "activations")
+# Reasons for which a step may have no observation of a key.
+_REASONS = {
+    "parameters": "the model has no floating point parameters",
+    "compute": "no product of trained tensors ran",
+    "norms": "no norm ran",
+    "param_all_gather": "no rank sent any, as FSDP and sharded optimizers do",
+    "grad_reduce": "no rank sent any, as DDP and FSDP do",
+    "activations": "no module sent any",
+    "master_weights": "the optimizers have no parameters",
+    "optimizer_state": "the optimizers keep no tensors, as SGD without momentum",
+}
 
 
 class Observation(NamedTuple):
@@ -73,11 +87,32 @@ class RankObservations(NamedTuple):
         counts: The number of calls or tensors of each observation, and their bytes.
         not_checked: Sentences about modules that were not checked.
         unhooked_modules: The names of modules that ran in compiled code or did not run.
+        reasons: The reason for which a key has no observation, by key.
+        ran_compiled: Whether a part of the step ran compiled.
     """
 
     counts: dict[Observation, tuple[int, int]]
     not_checked: list[str]
     unhooked_modules: tuple[str, ...]
+    reasons: dict[str, str]
+    ran_compiled: bool
+
+    def replace_keys(self, keys: Collection[str], eager: RankObservations) -> RankObservations:
+        """Return these observations with the observations of some keys from an eager run.
+
+        Sentences about modules are of the eager run, too.
+        """
+        counts = {}
+        reasons = {}
+        for run in (self, eager):
+            is_eager = run is eager
+            for row, count in run.counts.items():
+                if (row.key in keys) == is_eager:
+                    counts[row] = count
+            for key, reason in run.reasons.items():
+                if (key in keys) == is_eager:
+                    reasons[key] = reason
+        return self._replace(counts=counts, reasons=reasons, not_checked=eager.not_checked)
 
 
 class ContractRecorder(TraceListener):
@@ -96,7 +131,11 @@ class ContractRecorder(TraceListener):
         self._counts: dict[Observation, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._hooked: set[nn.Module] = set()
+        self._ran_compiled = False
         self._ran_compiled_function = False
+        self._took_step = False
+        # The ids of parameters that had a gradient when an optimizer stepped them.
+        self._trained: set[int] = set()
         self._blocks = RecordFunctionStack()
         # By storage: the name of the parameter or of the cast parameter; the dtypes of packed
         # bytes; and the rows, on the meta device, that a mean in the storage was taken of.
@@ -144,7 +183,28 @@ class ContractRecorder(TraceListener):
         for module, name in self.tracer.names.items():
             if module not in self._hooked:
                 unhooked.append(name)
-        return RankObservations(self._counts, self._not_checked(), tuple(unhooked))
+        ran_compiled = self._ran_compiled or bool(self.tracer.compiled_modules)
+        reasons = self._reasons(ran_compiled)
+        return RankObservations(
+            self._counts, self._not_checked(), tuple(unhooked), reasons, ran_compiled
+        )
+
+    def _reasons(self, ran_compiled: bool) -> dict[str, str]:
+        """Return the reason for each key that has no observation."""
+        reasons = dict(_REASONS)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size == 1:
+            reasons.update(dict.fromkeys(_MESSAGE_KEYS, "a single rank sends nothing"))
+        if ran_compiled:
+            reasons["compute"] = "compiled code computed all products inside its kernels"
+            reasons["norms"] = "compiled code computed all norms inside its kernels"
+        if not self._optimizers:
+            reasons["master_weights"] = reasons["optimizer_state"] = "no optimizer was passed"
+        elif not self._took_step:
+            reasons["master_weights"] = "no optimizer took a step"
+        for key, *_ in self._counts:
+            reasons.pop(key, None)
+        return reasons
 
     # -- modules and optimizers ----------------------------------------------------------------
 
@@ -184,6 +244,10 @@ class ContractRecorder(TraceListener):
         """Count the master weights of an optimizer, or the parameters that it steps."""
         # An optimizer takes roots too, and no norm runs after this.
         self._statistics.clear()
+        self._took_step = True
+        for param, stepped in view_of(optimizer).param_pairs():
+            if param.grad is not None or stepped.grad is not None:
+                self._trained.add(id(param))
         inner = zero_local_optimizer(optimizer) or optimizer
         for index, param in enumerate(params_of(inner)):
             # Some optimizers keep master weights in their state.
@@ -363,6 +427,7 @@ class ContractRecorder(TraceListener):
             is_compiled = type(context.node).__name__.startswith("CompiledFunction")
         else:
             is_compiled = is_called_by_compile()
+        self._ran_compiled = self._ran_compiled or is_compiled
         if is_compiled and context.module == NO_MODULE:
             self._ran_compiled_function = True
         return is_compiled
@@ -422,8 +487,13 @@ class ContractRecorder(TraceListener):
                 outermost.append(name)
         idle = set()
         for module, name in tracer.names.items():
-            has_params = next(module.parameters(recurse=False), None) is not None
-            if has_params and module not in self._hooked | tracer.compiled_modules:
+            params = sharded_params(module.parameters(recurse=False))
+            is_trained = False
+            if not self._ran_compiled_function:
+                # The caller of a module may read its parameters and leave its forward out.
+                is_trained = any(id(param) in self._trained for param in params)
+            is_followed = module in self._hooked or module in tracer.compiled_modules
+            if params and not is_trained and not is_followed:
                 idle.add(name)
         sentences = []
         limits = "products and messages were seen, norms and what fused kernels do inside were not"

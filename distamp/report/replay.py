@@ -31,7 +31,7 @@ from distamp.report.rank_group import RankGroup
 from distamp.report.tensors import flatten_tensors, local_tensor, model_tensors
 from distamp.report.tracing import StepTracer
 
-__all__ = ["StepReplay", "find_first_nonfinite"]
+__all__ = ["StepReplay", "StepSnapshot", "find_first_nonfinite"]
 
 _log = logging.getLogger("distamp.report")
 # The number of in-place changes of a tensor, which autograd counts.
@@ -41,7 +41,7 @@ _MAX_REPLAYS = 3
 _SKIPS_BEFORE_REPLAY = 3
 
 
-class _StepSnapshot:
+class StepSnapshot:
     """The state that a step changes besides gradients: random states and buffers.
 
     Args:
@@ -153,7 +153,7 @@ def find_first_nonfinite(
                 "find_first_nonfinite takes a function that runs forward and backward, and the "
                 f"model, a torch.nn.Module: got {type(step).__name__} and {type(model).__name__}"
             )
-        snapshot = _StepSnapshot(model)
+        snapshot = StepSnapshot(model)
     return _Search(step, model, snapshot, group).run()
 
 
@@ -161,7 +161,7 @@ class _Recorded(NamedTuple):
     """A step that was recorded before it ran, with the versions of its batches."""
 
     step: Callable[[], Any]
-    snapshot: _StepSnapshot
+    snapshot: StepSnapshot
     versions: list[tuple[Tensor, int]]
 
 
@@ -250,7 +250,7 @@ class StepReplay:
                 "first: replay = StepReplay(model).attach(guard)."
             )
         versions = [(tensor, _version(tensor)) for tensor in flatten_tensors(batches)]
-        self._recorded = _Recorded(step, _StepSnapshot(self._model), versions)
+        self._recorded = _Recorded(step, StepSnapshot(self._model), versions)
 
     def on_update(
         self,
@@ -332,7 +332,7 @@ class _Search:
         self,
         step: Callable[[], Any],
         model: nn.Module,
-        snapshot: _StepSnapshot,
+        snapshot: StepSnapshot,
         group: RankGroup,
         was_skipped: bool = False,
     ) -> None:
@@ -349,7 +349,7 @@ class _Search:
 
         Collective: every rank of the group must call this.
         """
-        present = _StepSnapshot(self._model)
+        present = StepSnapshot(self._model)
         was_finite = self._had_finite_gradients()
         try:
             replays = self._replay()

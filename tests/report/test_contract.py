@@ -53,7 +53,8 @@ def test_a_step_as_declared_breaks_nothing_says_what_it_saw_and_leaves_nothing()
     assert found.seen["compute"] == {"bf16": 31}
     assert found.seen["parameters"] == {"fp32": 27}
     assert "kept" in str(found)
-    assert "nothing seen" in str(found), "one process sends nothing"
+    assert set(found.reasons) == {"param_all_gather", "grad_reduce", "activations"}
+    assert "nothing seen  gradients sent between ranks: a single rank sends nothing" in str(found)
 
 
 def test_a_whole_model_in_bf16_is_a_line_for_each_word_that_it_breaks():
@@ -196,7 +197,8 @@ def test_compiled_modules_stay_compiled_and_what_is_in_them_is_listed_as_unseen(
     step()
     before = len(compiles)
     runs.clear()
-    found = PrecisionContract(compute="fp32", norms="bf16").check(step, *trains)
+    with PrecisionContract(compute="fp32", norms="bf16").watch(*trains) as found:
+        step()
     assert len(compiles) == before == len(runs) > 1
     places = {place for each in found if each.key == "compute" for place in each.where}
     assert "head" in places
