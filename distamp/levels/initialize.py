@@ -188,6 +188,7 @@ def initialize(
     _apply_level(models, wrappers, level, precisions)
     if level.master_weights:
         _make_masters(optimizers, wrappers, level)
+    _warn_of_bf16_weights(optimizers, resolve_process_group(process_group))
     if scaler.is_enabled():
         for hook in comm_hooks:
             scaler.attach_comm_hook(hook)
@@ -305,6 +306,24 @@ def _make_masters(
         if (has_half or not fsdp_casts) and masters_of(optimizer) is None:
             split = level.master_weights == "split"
             MasterParameters(optimizer, split=split, allow_empty=True)
+
+
+def _warn_of_bf16_weights(
+    optimizers: Sequence[torch.optim.Optimizer], process_group: ProcessGroup | None
+) -> None:
+    """Log a warning on the first rank if optimizers step bfloat16 weights without masters."""
+    params: list[Tensor] = []
+    for optimizer in optimizers:
+        if masters_of(optimizer) is None:
+            params += [param for param in params_of(optimizer) if param.requires_grad]
+    count = sum(param.dtype is torch.bfloat16 for param in params)
+    if count and (process_group is None or process_group.rank() == 0):
+        _logger.warning(
+            "%d trained weights are bfloat16 without float32 masters, so updates below half an "
+            "ulp of a weight are lost, which often are all updates of a norm. Measure them by "
+            "distamp.report.lost_updates(step, model, optimizer), or use bf16-O2.",
+            count,
+        )
 
 
 def _loss_scale_of_level(

@@ -3,7 +3,7 @@
 from distamp.report.contract import ContractReport, PrecisionContract
 from distamp.report.findings import Finding
 from distamp.report.logprob_mismatch import logprob_mismatch
-from distamp.report.lost_updates import lost_updates
+from distamp.report.lost_updates import LostUpdates, lost_updates
 from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
 from distamp.report.precision_report import PrecisionReport, precision_report
 from distamp.report.preflight import Preflight, preflight
@@ -13,6 +13,7 @@ from distamp.report.violations import Violation
 __all__ = [
     "ContractReport",
     "Finding",
+    "LostUpdates",
     "NonFiniteOrigin",
     "PrecisionContract",
     "PrecisionReport",

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 from distamp.fsdp_params import sharded_params
 from distamp.optim_utils import params_of, unwrap_optimizer, view_of, zero_local_optimizer
 from distamp.report.collectives import CollectiveCall
-from distamp.report.formatting import NO_MODULE, collapse_indices, dtype_abbr
+from distamp.report.formatting import NO_MODULE, collapse_indices, dtype_abbr, is_norm
 from distamp.report.messages import Message, MessageClass, RecordFunctionStack, classify_message
 from distamp.report.tensors import flatten_tensors, model_tensors, storage_key
 from distamp.report.tracing import (
@@ -235,7 +235,7 @@ class ContractRecorder(TraceListener):
     def on_module(self, frame: ModuleFrame) -> None:
         """Count the parameters of a norm."""
         self._hooked.add(frame.module)
-        if _is_norm(frame.module):
+        if is_norm(frame.module):
             for param in frame.module.parameters(recurse=False):
                 dtype = dtype_abbr(param.dtype)
                 self._count(Observation("norms", frame.name, dtype, "weight", frame.phase), param)
@@ -367,8 +367,8 @@ class ContractRecorder(TraceListener):
 
         Such a norm is a module with the word in its class name, or the root of a mean of rows.
         """
-        is_norm = _is_norm(self._module())
-        if not is_norm and call.op.name in _ROOTS:
+        is_in_norm = is_norm(self._module())
+        if not is_in_norm and call.op.name in _ROOTS:
             self._follow_statistic(call)
             return
         tensors = _floating_tensors(call)
@@ -376,7 +376,7 @@ class ContractRecorder(TraceListener):
             return
         if call.context.phase == "backward":
             return
-        if is_norm:
+        if is_in_norm:
             self._count_op("norms", call, tensors, is_compiled=False)
         else:
             self._remember_statistic(call, tensors[0])
@@ -517,10 +517,3 @@ def _join_names(names: Collection[str]) -> str:
     collapsed = collapse_indices((name, "") for name in names)
     labels = {name or "(model)" for name in collapsed.values()}
     return ", ".join(sorted(labels))
-
-
-def _is_norm(module: nn.Module | None) -> bool:
-    """Return whether a module is a norm by its class name."""
-    if module is None or "norm" not in type(module).__name__.lower():
-        return False
-    return not list(module.children())

@@ -9,7 +9,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NO_MODULE", "JsonResult", "collapse_indices", "dtype_abbr", "shorten", "text_table"]
+from torch import nn
+
+__all__ = [
+    "NO_MODULE",
+    "JsonResult",
+    "collapse_indices",
+    "dtype_abbr",
+    "is_norm",
+    "shorten",
+    "text_table",
+]
 
 # The module name of ops that run in no module of the model.
 NO_MODULE = "(outside)"
@@ -37,6 +47,13 @@ def dtype_abbr(dtype: object) -> str:
     """Return the name of a dtype in tables: ``"bf16"`` for ``torch.bfloat16``."""
     name = str(dtype).removeprefix("torch.")
     return _DTYPE_ABBRS.get(name, name)
+
+
+def is_norm(module: nn.Module | None) -> bool:
+    """Return whether a module is a norm by its class name."""
+    if module is None or "norm" not in type(module).__name__.lower():
+        return False
+    return not list(module.children())
 
 
 def collapse_indices(modules: Iterable[tuple[str, str]]) -> dict[str, str]:

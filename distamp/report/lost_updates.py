@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,15 @@ from distamp.optim_utils import (
     find_closure,
     is_nested_step,
     params_of,
+    view_of,
     zero_local_optimizer,
 )
+from distamp.report.formatting import dtype_abbr, is_norm, text_table
 from distamp.report.tensors import local_tensor
 
-__all__ = ["lost_updates"]
+__all__ = ["LostUpdates", "lost_updates"]
 
+_HEADINGS = ("module", "class", "measured", "updated", "lost", "share")
 _HALF = (torch.float16, torch.bfloat16)
 # Attributes of an optimizer that call the optimizer itself, also in a copy of it.
 _BOUND = frozenset({"step", "zero_grad", "__getstate__"})
@@ -39,14 +42,85 @@ _ADVICE = (
 )
 
 
+@dataclass
+class ModuleUpdates:
+    """The updates of one module.
+
+    Attributes:
+        name: The module's name; ``""`` is the model itself.
+        kind: Its class name.
+        is_norm: Whether its class is a norm.
+        values: The tensors that were measured, such as ``"bf16 weights"``.
+        update_count: The number of elements with an update that is not zero.
+        lost_count: The number of these elements that do not move.
+    """
+
+    name: str
+    kind: str
+    is_norm: bool
+    values: str = ""
+    update_count: int = 0
+    lost_count: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of lost updates."""
+        return self.lost_count / self.update_count
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the module in a table."""
+        name = self.name or "(model)"
+        update_count = f"{self.update_count:,}"
+        lost_count = f"{self.lost_count:,}"
+        share = f"{self.share:.1%}"
+        return name, self.kind, self.values, update_count, lost_count, share
+
+
+class LostUpdates(dict[str, float]):
+    """The share of lost updates by module, norms first; ``print`` shows a table.
+
+    Args:
+        rows: The updates of each module.
+    """
+
+    def __init__(self, rows: Iterable[ModuleUpdates] = ()) -> None:
+        self._rows = sorted(rows, key=lambda row: not row.is_norm)
+        super().__init__()
+        for row in self._rows:
+            self[row.name] = row.share
+
+    def __str__(self) -> str:
+        update_count = lost_count = 0
+        for row in self._rows:
+            update_count += row.update_count
+            lost_count += row.lost_count
+        title = f"{lost_count:,} of {update_count:,} updates are lost, and move no element"
+        lines = [title]
+        lines += text_table(_HEADINGS, [row.cells() for row in self._rows])
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON types."""
+        modules = {}
+        for row in self._rows:
+            values = asdict(row)
+            values["share"] = row.share
+            modules[row.name] = values
+        return {"modules": modules}
+
+
 @torch.no_grad()
 def lost_updates(
-    step: Callable[[], Any], model: nn.Module, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, float]:
+    step: Callable[[], Any],
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> LostUpdates:
     """Run one step, and return by module the share of updates that half precision weights lose.
 
     An update is lost if it is not zero, and the weight plus the update is the same weight in half
-    precision. An update of exactly 0 does not count.
+    precision. The update contains weight decay. An update of exactly 0 does not count.
 
     - For a float32 model the shares are of weights of ``dtype`` without masters.
     - For a half precision model with masters, split ones too, the shares come from the masters.
@@ -59,18 +133,30 @@ def lost_updates(
         step: A function without arguments that runs forward, backward and optimizer, like the
             training loop.
         model: The model that the step trains.
+        optimizers: The optimizer or optimizers whose parameters count. All parameters of the model
+            count if it is None.
         dtype: ``torch.bfloat16`` or ``torch.float16``, for parameters that are float32. Parameters
             in half precision count in their own dtype.
 
     Returns:
-        A share from 0 to 1 for each module that has parameters with an update.
+        A dict with a share from 0 to 1 for each module that has parameters with an update, norms
+        first. ``print`` shows a table, and ``to_dict()`` has the counts.
 
     Raises:
+        TypeError: ``step``, ``model`` or ``optimizers`` is another object.
         ConfigError: The step updated half precision parameters in a way that cannot be measured:
             by masters that are not distamp's, without a ``torch.optim.Optimizer``, with a closure,
             or by an optimizer that cannot be copied.
     """
+    if not callable(step) or not isinstance(model, nn.Module):
+        raise TypeError(
+            "lost_updates takes a function that runs a step, and the model, a torch.nn.Module: got "
+            f"{type(step).__name__} and {type(model).__name__}."
+        )
     params = [param for param in sharded_params(model.parameters()) if _is_rounded(param)]
+    if optimizers is not None:
+        counted = set(map(id, _params_of_optimizers(optimizers)))
+        params = [param for param in params if id(param) in counted]
     values_before = [_elements(param).clone() for param in params]
     recorder = _UpdateRecorder([param for param in params if param.dtype in _HALF])
     with recorder.record(), torch.enable_grad():
@@ -83,36 +169,61 @@ def lost_updates(
         else:
             losses.append(_loss_by_rounding(param, old_values, _elements(param), dtype))
     recorder.check_all_measured(half_params)
-    return _shares_by_module(model, losses)
+    return LostUpdates(_updates_by_module(model, losses))
+
+
+def _params_of_optimizers(optimizers: Any) -> list[Tensor]:
+    """Return the parameters of the model that optimizers step."""
+    # A wrapper of an optimizer need not be a subclass of torch's.
+    if hasattr(optimizers, "step"):
+        optimizers = [optimizers]
+    params: list[Tensor] = []
+    try:
+        for optimizer in optimizers:
+            params += view_of(optimizer).model_params()
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            "optimizers= of lost_updates is an optimizer or several of them, not "
+            f"{type(optimizers).__name__}. Pass a dtype by name: dtype=torch.float16."
+        ) from error
+    return params
 
 
 class _Loss(NamedTuple):
-    """The number of lost updates of a parameter, and of its updates that are not zero."""
+    """The number of lost updates of a parameter, and of its updates that are not zero.
+
+    Attributes:
+        values: As of `ModuleUpdates`.
+    """
 
     param: Tensor
+    values: str
     lost_count: int
     update_count: int
 
 
-def _shares_by_module(model: nn.Module, losses: Sequence[_Loss]) -> dict[str, float]:
-    """Return the share of lost updates of each module that has updates, in the model's order."""
-    lost_by_param: Counter[int] = Counter()
-    updated_by_param: Counter[int] = Counter()
+def _updates_by_module(model: nn.Module, losses: Sequence[_Loss]) -> list[ModuleUpdates]:
+    """Return the updates of each module that has any, in the model's order."""
+    losses_by_param: dict[int, list[_Loss]] = {}
     for loss in losses:
-        lost_by_param[id(loss.param)] += loss.lost_count
-        updated_by_param[id(loss.param)] += loss.update_count
-    lost_counts: Counter[str] = Counter()
-    update_counts: Counter[str] = Counter()
+        losses_by_param.setdefault(id(loss.param), []).append(loss)
+    rows: dict[str, ModuleUpdates] = {}
     for module, name in module_names(model).items():
+        row = rows.setdefault(name, ModuleUpdates(name, "", False))
+        # A wrapper and its module have one name, and the module's class counts.
+        row.kind = type(module).__name__
+        row.is_norm = is_norm(module)
         # The optimizer steps shards, although FSDP2 may have gathered the parameters.
         for param in sharded_params(module.parameters(recurse=False)):
-            lost_counts[name] += lost_by_param[id(param)]
-            update_counts[name] += updated_by_param[id(param)]
-    shares = {}
-    for name, update_count in update_counts.items():
-        if update_count:
-            shares[name] = lost_counts[name] / update_count
-    return shares
+            for loss in losses_by_param.get(id(param), ()):
+                row.values = loss.values
+                row.update_count += loss.update_count
+                row.lost_count += loss.lost_count
+    rows_with_updates = []
+    for row in rows.values():
+        if row.update_count:
+            rows_with_updates.append(row)
+    return rows_with_updates
 
 
 class _UpdateRecorder:
@@ -208,7 +319,9 @@ class _UpdateRecorder:
             losses = []
             for param, master, old_values in rows:
                 new_values = _elements(masters.fp32_value(master))
-                losses.append(_loss_by_rounding(param, old_values, new_values, param.dtype))
+                loss = _loss_by_rounding(param, old_values, new_values, param.dtype)
+                rounded_name = dtype_abbr(param.dtype)
+                losses.append(loss._replace(values=f"fp32 masters as {rounded_name}"))
             return losses
 
         return measure
@@ -242,7 +355,8 @@ class _UpdateRecorder:
             for param, old_values, update in zip(stepped, values_before, updates, strict=True):
                 is_updated = update != 0
                 is_lost = is_updated & (_elements(param) == old_values)
-                losses.append(_Loss(param, int(is_lost.sum()), int(is_updated.sum())))
+                values = f"{dtype_abbr(param.dtype)} weights"
+                losses.append(_Loss(param, values, int(is_lost.sum()), int(is_updated.sum())))
             return losses
 
         self._pending[id(optimizer)] = measure
@@ -317,4 +431,7 @@ def _loss_by_rounding(
     update = new_values.double() - old_values.double()
     is_updated = update != 0
     is_lost = is_updated & ((weight.double() + update).to(dtype) == weight)
-    return _Loss(param, int(is_lost.sum()), int(is_updated.sum()))
+    weight_name = dtype_abbr(param.dtype)
+    rounded_name = dtype_abbr(dtype)
+    values = f"{weight_name} weights as {rounded_name}"
+    return _Loss(param, values, int(is_lost.sum()), int(is_updated.sum()))

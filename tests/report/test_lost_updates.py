@@ -1,5 +1,8 @@
 """lost_updates: the share of updates that half precision weights lose, against a float64 step."""
 
+import json
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import distamp
 from distamp.errors import ConfigError
 from distamp.masters import MasterParameters
-from distamp.report import lost_updates
+from distamp.report import LostUpdates, lost_updates
 from tests.on_ranks import on_ranks
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -69,7 +72,8 @@ def test_shares_are_those_of_a_float64_step(dtype, make, rate):
     settings = {"lr": rate} | ({"eps": 1e-4} if make is torch.optim.AdamW else {})
     expected = shares_in_float64(net(dtype), make, half, **settings)
     model = net(dtype)
-    shares = lost_updates(step_of(model, make(model.parameters(), **settings), dtype), model, half)
+    optimizer = make(model.parameters(), **settings)
+    shares = lost_updates(step_of(model, optimizer, dtype), model, optimizer, dtype=half)
     assert shares.keys() == expected.keys()
     assert shares == pytest.approx(expected, abs=0.02)
     if rate == 1e-5 and make is torch.optim.AdamW:
@@ -105,7 +109,7 @@ def lost_updates_of(
         amp.backward(loss)
         amp.step(max_norm=100.0)
 
-    return lost_updates(step, model, dtype)
+    return lost_updates(step, model, optimizer, dtype=dtype)
 
 
 @pytest.mark.parametrize("level", ["fp16-O3", "bf16-O3"])
@@ -227,3 +231,108 @@ def test_sharded_half_precision_weights_are_measured(layout):
     together = {name: share for each in everyone for name, share in each.items()}
     assert together["0"] > 0.9
     assert together["2"] == 0.0
+
+
+def adamw_step(model: nn.Module, optimizer: Any) -> LostUpdates:
+    return lost_updates(step_of(model, optimizer, BF16), model, optimizer)
+
+
+def test_the_table_begins_with_the_norms_whose_weights_never_train():
+    """The weight of a norm begins at 1, where an update below 1/256 changes no bf16 number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 16)).to(BF16)
+    result = adamw_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    assert next(iter(result)) == "1"
+    assert result["1"] == 1.0
+    assert result["2"] < 1.0
+    heading, columns, first_row, *_ = str(result).splitlines()
+    assert heading.endswith("updates are lost, and move no element")
+    assert columns.split() == ["module", "class", "measured", "updated", "lost", "share"]
+    assert first_row.split() == ["1", "RMSNorm", "bf16", "weights", "16", "16", "100.0%"]
+
+
+def test_the_counts_are_json_types():
+    model = net(BF16)
+    result = adamw_step(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+    row = json.loads(json.dumps(result.to_dict()))["modules"]["1"]
+    assert row["kind"] == "LayerNorm"
+    assert row["share"] == row["lost_count"] / row["update_count"] == result["1"]
+
+
+def test_the_table_names_masters():
+    model = net(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    MasterParameters(optimizer)
+    assert "fp32 masters as bf16" in str(adamw_step(model, optimizer))
+
+
+def test_weight_decay_is_part_of_the_update():
+    """The gradient moves no weight of 1, and a decay of 1 % moves all."""
+    model = nn.Linear(4, 4, bias=False).to(BF16)
+    nn.init.ones_(model.weight)
+
+    def share(weight_decay: float) -> float:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
+
+        def step() -> None:
+            model(torch.ones(1, 4, dtype=BF16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return lost_updates(step, model, optimizer)[""]
+
+    assert share(0.0) == 1.0
+    assert share(10.0) == 0.0
+
+
+def test_only_parameters_of_the_optimizers_count():
+    model = net(BF16)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-6) for module in (model[0], model[2])]
+
+    def step() -> None:
+        loss_of(model, BF16).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    nn.init.ones_(model[2].weight)
+    assert lost_updates(step, model, optimizers).keys() == {"0", "2"}
+    assert lost_updates(step, model, optimizers[1]).keys() == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((print, net(), BF16), "not dtype. Pass a dtype by name: dtype=torch.float16"),
+        ((print, "model"), "got builtin_function_or_method and str"),
+        ((None, net()), "got NoneType and Sequential"),
+    ],
+)
+def test_other_arguments_are_refused(arguments, says):
+    with pytest.raises(TypeError, match=re.escape(says)):
+        lost_updates(*arguments)
+
+
+@pytest.mark.parametrize(("level", "warnings"), [("bf16-O3", 1), ("bf16-O2", 0), ("bf16", 0)])
+def test_initialize_warns_of_bf16_weights_without_masters(level, warnings, caplog):
+    model = net()
+    distamp.initialize(model, torch.optim.AdamW(model.parameters()), level)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == warnings
+    if warnings:
+        assert messages[0].startswith("5 trained weights are bfloat16 without float32 masters")
+        assert "distamp.report.lost_updates(step, model, optimizer)" in messages[0]
+
+
+@on_ranks(2)
+def test_only_the_first_rank_warns():
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("distamp.levels")
+    logger.addHandler(handler)
+    try:
+        model = net()
+        distamp.initialize(model, torch.optim.AdamW(model.parameters()), "bf16-O3")
+    finally:
+        logger.removeHandler(handler)
+    assert len(messages) == (dist.get_rank() == 0)
