@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distamp.doctor import diagnose
+from distamp.error_text import similar_names
 from distamp.precision_level import LEVELS
 from distamp.report import PrecisionContract, preflight
 
@@ -113,30 +115,30 @@ def _call_factory(
 
     Raises:
         ValueError: The factory raised, or a value of its result is missing or unknown.
-        TypeError: Its result is neither a tuple, a list nor a dict.
+        TypeError: It cannot be called, or its result is neither a tuple, a list nor a dict.
     """
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"The factory must be package.module:name, not {name!r}.")
-    # The factory may be in the current folder, as modules for `python -m` may.
-    sys.path.insert(0, os.getcwd())
-    module = importlib.import_module(module_name)
-    factory = getattr(module, attribute)
+    factory = _import_factory(name)
+    _check_no_arguments(name, factory)
     try:
         result = factory()
     except Exception as error:
-        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{name} raised {_describe_error(error)}") from error
     names = ", ".join(arguments)
-    expected = f"({names}), of which the last may be left out, or a dict with these keys"
+    expected = f"({names}), with or without the last, or a dict with these keys"
     if isinstance(result, Mapping):
         values = dict(result)
     elif isinstance(result, tuple | list):
         if len(result) > len(arguments):
             raise ValueError(f"{name} returned {len(result)} values, not {expected}.")
         values = dict(zip(arguments, result, strict=False))
+    elif result is None:
+        raise TypeError(f"{name} returned None, not {expected}.")
     else:
-        raise TypeError(f"{name} returned a {type(result).__name__}, not {expected}.")
-    missing = [key for key in arguments[:required] if values.get(key) is None]
+        raise TypeError(f"{name} returned {_describe_type(result)}, not {expected}.")
+    missing = []
+    for key in arguments[:required]:
+        if values.get(key) is None:
+            missing.append(key)
     if missing:
         missing_names = " and no ".join(missing)
         raise ValueError(f"{name} returned no {missing_names}. Return {expected}.")
@@ -152,6 +154,74 @@ def _call_factory(
     return values
 
 
+def _import_factory(name: str) -> Any:
+    """Return the object of a name such as ``"package.module:name"``.
+
+    Raises:
+        ValueError: There is no such module or name, or the module raised.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"The factory must be package.module:name, not {name!r}.")
+    # The factory may be in the current folder, as modules for `python -m` may.
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        description = _describe_error(error)
+        raise ValueError(f"Importing {module_name} for {name} raised {description}") from error
+    if not hasattr(module, attribute):
+        public_names = [key for key in vars(module) if not key.startswith("_")]
+        hint = similar_names(attribute, public_names)
+        raise ValueError(f"{module_name} has no {attribute}. {hint}")
+    return getattr(module, attribute)
+
+
+def _check_no_arguments(name: str, function: Any) -> None:
+    """Raise TypeError for an object that cannot be called without arguments."""
+    if not callable(function):
+        raise TypeError(f"{name} is {_describe_type(function)}, which is not callable.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Some functions in C have no signature.
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        raise TypeError(
+            f"{name} must take no arguments, and takes {signature}. Bind them with "
+            "functools.partial."
+        ) from None
+
+
+def _check_model(name: str, model: object) -> None:
+    """Raise for another object than a module, and for a module without tensors."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{name} returned {_describe_type(model)} as the model. Return a torch.nn.Module."
+        )
+    tensors = [*model.parameters(), *model.buffers()]
+    if not tensors:
+        raise ValueError(
+            f"{name} returned a model without parameters, {type(model).__name__}, which has no "
+            "precision to check. Return the model that is trained."
+        )
+
+
+def _describe_type(value: object) -> str:
+    class_name = type(value).__name__
+    article = "an" if class_name[0].lower() in "aeiou" else "a"
+    return f"{article} {class_name}"
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error, which then fits into one sentence."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = lines[0].rstrip(".")
+    return f"{type(error).__name__}: {text}."
+
+
 def _preflight(options: argparse.Namespace) -> int:
     device = "cpu" if options.allocate else "meta"
     with torch.device(device):
@@ -160,6 +230,13 @@ def _preflight(options: argparse.Namespace) -> int:
             arguments=("model", "example_inputs", "loss_fn"),
             required=2,
             keywords=("device_type", "level"),
+        )
+    _check_model(options.factory, values["model"])
+    loss_fn = values.get("loss_fn")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"{options.factory} returned {_describe_type(loss_fn)} as loss_fn. Return a function "
+            "from the model's output to the loss."
         )
     values.setdefault("device_type", options.device_type)
     values.setdefault("level", options.level)
@@ -177,16 +254,22 @@ def _check(options: argparse.Namespace) -> int:
         required=2,
         keywords=("hooks", "contract", "process_group"),
     )
+    name = options.factory
     model = values["model"]
-    models = (model,) if isinstance(model, torch.nn.Module) else model
-    if not _are_modules(models):
-        raise TypeError(
-            f"{options.factory} returned a {type(model).__name__} as the model. Return a "
-            "torch.nn.Module, or a tuple of modules."
-        )
+    models = tuple(model) if isinstance(model, tuple | list) else (model,)
+    for module in models:
+        _check_model(name, module)
     contract = values.pop("contract", None)
     if not contract:
         contract = PrecisionContract.from_level(options.level, *models)
+    if not isinstance(contract, PrecisionContract):
+        raise TypeError(
+            f"{name} returned {_describe_type(contract)} as the contract. Return a "
+            "distamp.PrecisionContract."
+        )
+    step = values["step"]
+    _check_no_arguments(f"The step that {name} returned", step)
+    values["step"] = _named_step(name, step)
     result = contract.check(**values)
     if _is_first_rank():
         print(result)
@@ -195,10 +278,17 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if result else 0
 
 
-def _are_modules(models: object) -> bool:
-    if not isinstance(models, tuple | list):
-        return False
-    return all(isinstance(model, torch.nn.Module) for model in models)
+def _named_step(name: str, step: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a step with an error that names its factory."""
+
+    def run_step() -> Any:
+        try:
+            return step()
+        except Exception as error:
+            description = _describe_error(error)
+            raise ValueError(f"The step that {name} returned raised {description}") from error
+
+    return run_step
 
 
 if __name__ == "__main__":

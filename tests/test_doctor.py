@@ -170,6 +170,46 @@ def another_word():
     }
 
 
+def nothing_at_all():
+    pass
+
+
+def needs_a_name(name):
+    return print, nn.Linear(2, 2)
+
+
+def without_parameters():
+    return print, nn.ReLU()
+
+
+def a_step_with_a_batch():
+    return lambda batch: batch, nn.Linear(2, 2)
+
+
+def a_step_that_is_a_number():
+    return 3, nn.Linear(2, 2)
+
+
+def a_step_that_raises():
+    return lambda: {}["loss"], nn.Linear(2, 2)
+
+
+def an_optimizer_of_names():
+    return lambda: None, nn.Linear(2, 2), ["adam"]
+
+
+def a_contract_of_words():
+    return {"step": lambda: None, "model": nn.Linear(2, 2), "contract": {"compute": "bf16"}}
+
+
+def a_loss_that_is_a_word():
+    return nn.Linear(2, 2), torch.ones(1, 2), "mse"
+
+
+def a_model_of_nothing():
+    return nn.ReLU(), torch.ones(1, 2)
+
+
 def test_check_says_whether_a_step_keeps_its_contract(capsys, tmp_path):
     path = tmp_path / "contract.json"
     assert main(["check", "tests.test_doctor:trains", "--json", str(path)]) == 0
@@ -209,7 +249,13 @@ def test_weights_are_made_only_where_it_is_asked_for(capsys):
     [
         ("tests.test_doctor", "package.module:name"),
         ("tests.absent:fine", "tests.absent"),
-        ("tests.test_doctor:absent", "absent"),
+        ("tests.test_doctor:absent", "tests.test_doctor has no absent. "),
+        ("tests.test_doctor:with_los", "has no with_los. Did you mean 'with_loss'?"),
+        ("tests.test_doctor:nothing_at_all", "returned None, not (model, example_inputs"),
+        ("tests.test_doctor:needs_a_name", "must take no arguments, and takes (name)"),
+        ("tests.test_doctor:a_loss_that_is_a_word", "returned a str as loss_fn"),
+        ("tests.test_doctor:a_model_of_nothing", "a model without parameters, ReLU"),
+        ("tests.test_doctor:a_step_that_raises", "returned a function as the model"),
         ("tests.test_doctor:not_callable", "not callable"),
         ("tests.test_doctor:wrong", "returned a Linear, not (model, example_inputs, loss_fn)"),
         ("tests.test_doctor:raises", "tests.test_doctor:raises raised RuntimeError: no data"),
@@ -221,6 +267,36 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, factory, message):
     assert err.startswith("distamp: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("without_parameters", "returned a model without parameters, ReLU"),
+        ("a_step_with_a_batch", "must take no arguments, and takes (batch)"),
+        ("a_step_that_is_a_number", "returned is an int, which is not callable"),
+        ("a_step_that_raises", "a_step_that_raises returned raised KeyError: 'loss'."),
+        ("an_optimizer_of_names", "optimizer= is a torch.optim.Optimizer or several of them"),
+        ("a_contract_of_words", "returned a dict as the contract"),
+        ("a_list_of_names", "returned a str as the model"),
+        ("nothing_at_all", "returned None, not (step, model, optimizer)"),
+    ],
+)
+def test_check_refuses_other_values_of_a_factory_in_a_sentence(capsys, factory, message):
+    assert main(["check", f"tests.test_doctor:{factory}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("distamp: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_module_that_raises_while_it_is_imported_is_named(capsys, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("1 +")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "broken_module:make"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("distamp: Importing broken_module for broken_module:make raised Syntax")
 
 
 @pytest.mark.parametrize("command", ["check", "preflight"])

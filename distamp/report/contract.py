@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -340,7 +340,15 @@ def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
         return ()
     # A wrapper of an optimizer need not be a subclass of torch's.
-    return (optimizer,) if hasattr(optimizer, "step") else tuple(optimizer)
+    if hasattr(optimizer, "step"):
+        return (optimizer,)
+    if isinstance(optimizer, Iterable):
+        optimizers = tuple(optimizer)
+        if all(hasattr(candidate, "step") for candidate in optimizers):
+            return optimizers
+    raise TypeError(
+        f"optimizer= is a torch.optim.Optimizer or several of them, not {type(optimizer).__name__}."
+    )
 
 
 def _check_key(key: str, pattern: str) -> None:
