@@ -1,10 +1,11 @@
 """Reports on the precisions of a step: ops, contracts, and numbers that are not finite."""
 
 from distamp.report.contract import ContractReport, PrecisionContract
-from distamp.report.findings import Finding
-from distamp.report.logprob_mismatch import logprob_mismatch
+from distamp.report.findings import Finding, Findings
+from distamp.report.logprob_mismatch import LogprobMismatch, logprob_mismatch
 from distamp.report.lost_updates import LostUpdates, lost_updates
 from distamp.report.nonfinite import NonFiniteOrigin, TensorRange
+from distamp.report.op_row import OpRow
 from distamp.report.precision_report import PrecisionReport, precision_report
 from distamp.report.preflight import Preflight, preflight
 from distamp.report.replay import StepReplay, find_first_nonfinite
@@ -13,8 +14,11 @@ from distamp.report.violations import Violation
 __all__ = [
     "ContractReport",
     "Finding",
+    "Findings",
+    "LogprobMismatch",
     "LostUpdates",
     "NonFiniteOrigin",
+    "OpRow",
     "PrecisionContract",
     "PrecisionReport",
     "Preflight",

@@ -7,7 +7,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
@@ -136,7 +136,7 @@ class ContractReport(JsonResult, Sequence[Violation]):
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON types."""
         values: dict[str, Any] = {"contract": self.contract.to_dict()}
-        values["violations"] = [asdict(violation) for violation in self]
+        values["violations"] = [violation.to_dict() for violation in self]
         values["seen"] = self.seen
         values["unseen"] = list(self.unseen)
         values["reasons"] = self.reasons

@@ -41,6 +41,7 @@ _STATISTICS = frozenset({"mean", "var", "var_mean", "std", "sum", "linalg_vector
 # Ops between such a mean and its root, as for an epsilon.
 _SHIFTS = frozenset({"add", "add_", "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum"})
 _ROOTS = frozenset({"rsqrt", "rsqrt_", "sqrt", "sqrt_"})
+_DIVISIONS = frozenset({"div", "div_"})
 _CASTS = frozenset({"_to_copy", "clone", "convert_element_type"})
 _MESSAGE_KEYS = ("param_all_gather", "grad_reduce", "activations")
 # Reasons for which a step may have no observation of a key.
@@ -315,6 +316,8 @@ class ContractRecorder(TraceListener):
             self._count_statistic(call)
         elif name in _SHIFTS:
             self._follow_statistic(call)
+        elif name in _DIVISIONS:
+            self._count_division(call)
 
     def _follow_cast(self, call: OpCall) -> None:
         """Give a cast of a parameter the parameter's name."""
@@ -402,6 +405,20 @@ class ContractRecorder(TraceListener):
             return
         is_compiled = self._is_compiled(call.context)
         if self.tracer.frames or is_compiled:
+            self._count_op("norms", call, [rows], is_compiled)
+
+    def _count_division(self, call: OpCall) -> None:
+        """Count rows that are divided by their vector norm, as ``normalize`` does."""
+        dividend, divisor, *_ = call.args
+        if not self._statistics or not isinstance(divisor, Tensor):
+            return
+        rows = self._statistics.get(storage_key(divisor))
+        if rows is None or call.context.phase == "backward":
+            return
+        is_compiled = self._is_compiled(call.context)
+        is_in_model = bool(self.tracer.frames) or is_compiled
+        # A weight norm divides another tensor, with a number for each row.
+        if is_in_model and dividend.numel() == rows.numel():
             self._count_op("norms", call, [rows], is_compiled)
 
     def _count_op(

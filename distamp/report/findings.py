@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from distamp.report.formatting import collapse_indices
 from distamp.report.op_row import OpRow
@@ -47,6 +48,10 @@ class Finding:
         place = f"{self.module or '(model)'}, {self.op}"
         return f"{self.severity}: {place} [{self.rule}]: {self.what}; {self.fix}"
 
+    def to_dict(self) -> dict[str, str]:
+        """Return the finding as JSON types."""
+        return asdict(self)
+
 
 class Findings(tuple[Finding, ...]):
     """The findings of a report; ``str`` has a line for each, and one line for similar modules."""
@@ -60,6 +65,10 @@ class Findings(tuple[Finding, ...]):
             collapsed = replace(finding, module=labels[finding.module])
             lines.add(str(collapsed))
         return "\n".join(sorted(lines)) or "no findings"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the findings as JSON types."""
+        return {"findings": [finding.to_dict() for finding in self]}
 
 
 # The finding for a loss function, which preflight also returns for its argument `loss_fn`.

@@ -9,13 +9,26 @@ from torch.distributed import ProcessGroup
 
 from distamp.errors import RankMismatchError
 
-__all__ = ["logprob_mismatch"]
+__all__ = ["LogprobMismatch", "logprob_mismatch"]
 
 # The newer name in torch, which does not warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _MEANS = ("abs_mean", "k1", "k3", "clipped")
 # The count, the sums of _MEANS, the largest magnitude, and the logarithms of two sums of ratios.
 _STATS_PER_UNIT = 1 + len(_MEANS) + 1 + 2
+
+
+class LogprobMismatch(dict[str, float]):
+    """The result of `logprob_mismatch`, a dict for a logger; ``print`` shows a line a number."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        lines = [f"{name:{width}}  {value:.6g}" for name, value in self.items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the numbers as JSON types."""
+        return dict(self)
 
 
 def logprob_mismatch(
@@ -25,7 +38,7 @@ def logprob_mismatch(
     *,
     clip_range: float | tuple[float, float] = 0.2,
     process_group: ProcessGroup | None = None,
-) -> dict[str, float]:
+) -> LogprobMismatch:
     """Measure the distance between the sampling and the training policy, over all ranks.
 
     Both give log probabilities of the same sampled tokens by the same weights: the sampler (an
@@ -95,7 +108,8 @@ def logprob_mismatch(
             f"logprob_mismatch() raised on rank {failed_ranks[0]} of the group, with its own error"
         )
     token_stats, sequence_stats = gathered.split(_STATS_PER_UNIT, 1)
-    return _unit_result("token", token_stats) | _unit_result("sequence", sequence_stats)
+    numbers = _unit_result("token", token_stats) | _unit_result("sequence", sequence_stats)
+    return LogprobMismatch(numbers)
 
 
 def _unit_result(unit: str, stats: Tensor) -> dict[str, float]:

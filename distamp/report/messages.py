@@ -13,7 +13,13 @@ from distamp.report.collectives import CollectiveCall
 from distamp.report.tensors import storage_key
 from distamp.report.tracing import OpCall, OpContext
 
-__all__ = ["RULES", "Message", "MessageClass", "RecordFunctionStack", "classify_message"]
+__all__ = [
+    "RULES",
+    "Message",
+    "MessageClass",
+    "RecordFunctionStack",
+    "classify_message",
+]
 
 _GATHERING_KINDS = ("all_gather", "gather", "broadcast")
 _FSDP_BLOCKS = ("FSDP::", "FullyShardedDataParallel._")
@@ -59,9 +65,14 @@ class RecordFunctionStack:
         """The name of the innermost block; ``""`` if there is none."""
         return self._names[-1] if self._names else ""
 
-    def is_inside(self, prefix: str) -> bool:
+    def is_inside(self, prefix: str | tuple[str, ...]) -> bool:
         """Return whether a block with such a name is open."""
         return any(name.startswith(prefix) for name in self._names)
+
+    @property
+    def is_inside_fsdp(self) -> bool:
+        """True if FSDP runs and not a module of the user."""
+        return self.is_inside(_FSDP_BLOCKS)
 
 
 @dataclass

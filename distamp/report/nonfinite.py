@@ -60,6 +60,10 @@ class TensorRange:
         shape = list(self.shape)
         return f"{self.name:16} {self.dtype} {shape}: {values}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the range as JSON types."""
+        return asdict(self)
+
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteOrigin:

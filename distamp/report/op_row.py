@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from distamp.report.formatting import dtype_abbr
 
 __all__ = ["OpRow"]
 
@@ -25,6 +28,7 @@ class OpRow:
         cause: ``"autocast"``, ``"explicit"`` (a cast in the user's code) or ``"autograd"`` if the
             kernel is a cast.
         view: True if the kernel computes nothing and only gives its input another shape.
+        internal: True if FSDP runs the kernel to lay out the parameters or gradients that it sends.
         calls: The number of calls.
         casts: The number of casts in these calls.
         bytes_read: The bytes that the casts read.
@@ -41,6 +45,7 @@ class OpRow:
     outputs: tuple[str, ...]
     cause: str = ""
     view: bool = False
+    internal: bool = False
     calls: int = 0
     casts: int = 0
     bytes_read: int = 0
@@ -54,3 +59,13 @@ class OpRow:
         if not self.function or self.function == plain:
             return plain
         return f"{self.function} ({plain.removeprefix(self.function).strip('_')})"
+
+    def __str__(self) -> str:
+        inputs = ", ".join(map(dtype_abbr, self.inputs))
+        outputs = ", ".join(map(dtype_abbr, self.outputs))
+        place = f"{self.phase} of {self.module or '(model)'}"
+        return f"{self.label} in the {place}: {inputs} -> {outputs}, {self.calls:,} calls"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON types."""
+        return asdict(self)

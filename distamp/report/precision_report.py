@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from distamp.autocast.module_precision import get_module_precision
 from distamp.report.findings import Findings, find_risks
 from distamp.report.formatting import JsonResult, collapse_indices, dtype_abbr, text_table
+from distamp.report.messages import RecordFunctionStack
 from distamp.report.op_row import OpRow
 from distamp.report.tensors import (
     ModelTensor,
@@ -131,16 +132,24 @@ class PrecisionReport(JsonResult):
         """
         return find_risks(self.rows)
 
-    def table(self, *, collapse: bool = True, views: bool = False) -> str:
+    def table(self, *, collapse: bool = True, views: bool = False, internals: bool = False) -> str:
         """Return the report as plain text.
 
         Args:
             collapse: Show modules as one (``h.*.attn``) if their names differ only by an index.
             views: Show ops that only give a new view, which compute nothing.
+            internals: Show the kernels that FSDP runs to lay out what it sends. Its casts and
+                collectives are always shown.
         """
+        rows = []
+        for row in self.rows:
+            is_computing = views or not row.view
+            is_users = internals or not row.internal
+            if row.cause or (is_computing and is_users):
+                rows.append(row)
         lines = [self._title()]
         lines += [f"note: {note}" for note in self.notes]
-        lines += text_table(_HEADINGS, self._cells(collapse, views))
+        lines += text_table(_HEADINGS, self._cells(rows, collapse))
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -155,11 +164,7 @@ class PrecisionReport(JsonResult):
         size = f"{mebibytes:,.1f} MiB written by casts"
         return f"{description}: {calls}, {casts}, {by_autocast}, {size}"
 
-    def _cells(self, collapse: bool, views: bool) -> list[tuple[str, ...]]:
-        rows = []
-        for row in self.rows:
-            if views or row.cause or not row.view:
-                rows.append(row)
+    def _cells(self, rows: list[OpRow], collapse: bool) -> list[tuple[str, ...]]:
         if collapse:
             modules = {(row.module, row.kind) for row in self.rows}
             labels = collapse_indices(modules)
@@ -193,7 +198,7 @@ class PrecisionReport(JsonResult):
         values["settings"] = dict(self.settings)
         values["notes"] = list(self.notes)
         values["totals"] = totals
-        values["rows"] = [asdict(row) for row in self.rows]
+        values["rows"] = [row.to_dict() for row in self.rows]
         return values
 
 
@@ -258,6 +263,7 @@ class ReportRecorder(TraceListener):
         self._counts: dict[tuple[Any, ...], _Counts] = {}
         self._class_names: dict[str, str] = {}
         self._params: list[ModelTensor] = []
+        self._blocks = RecordFunctionStack()
         self._lock = threading.Lock()
 
     def on_start(self) -> None:
@@ -298,6 +304,9 @@ class ReportRecorder(TraceListener):
         outputs = flatten_tensors(call.output)
         casts = _changes_of_dtype(name, inputs, outputs)
         context = self._context(call)
+        if op.namespace == "profiler":
+            self._blocks.on_op(call)
+        is_internal = not call.collectives and self._blocks.is_inside_fsdp
         cause = ""
         if casts:
             cause = context.cast_origin if name in _CASTS else "explicit"
@@ -312,6 +321,7 @@ class ReportRecorder(TraceListener):
             _dtype_names(outputs),
             cause,
             op.is_view,
+            is_internal,
         )
         length = _reduction_size(name, inputs, outputs)
         with self._lock:

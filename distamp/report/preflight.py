@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -58,8 +58,7 @@ class Preflight(JsonResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON types."""
-        findings = [asdict(finding) for finding in self.findings]
-        return {"findings": findings, "report": self.report.to_dict()}
+        return {**self.findings.to_dict(), "report": self.report.to_dict()}
 
 
 def preflight(
@@ -226,7 +225,10 @@ class _FakeOnCPU(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.function = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
+        # Reading an attribute of a tensor is a torch function, too.
+        if not name.startswith("__"):
+            self.function = name
         args, kwargs = self.substitute((args, kwargs or {}))
         if func is Tensor.cuda:
             func, args = Tensor.cpu, args[:1]

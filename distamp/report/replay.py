@@ -369,13 +369,26 @@ class _Search:
             if origin is not None and self._untraced_is_finite:
                 self._note_eager_overflow(origin)
                 origin = None
+        if origin is None and is_finite:
+            return None
         if origin is None:
-            return None if is_finite else NonFiniteOrigin("unseen", notes=tuple(self.notes))
+            self.notes.insert(0, self._suspect(replays))
+            return NonFiniteOrigin("unseen", notes=tuple(self.notes))
         if not _is_repeated(replays):
             self.notes.append(
                 "the step is not deterministic: a second replay computed other numbers"
             )
         return replace(origin, notes=tuple(self.notes))
+
+    def _suspect(self, replays: Sequence[_Replay]) -> str:
+        """Return the most likely cause of numbers that no replay has."""
+        ran_compiled = any(replay.ran_compiled for replay in replays)
+        if ran_compiled and not self._untraced_is_finite:
+            return "compiled code is the suspect, because only the compiled step is not finite"
+        return (
+            "the step may depend on state that the replay does not restore, such as a counter, a "
+            "cache or an augmented batch"
+        )
 
     def _had_finite_gradients(self) -> bool:
         if self._was_skipped:

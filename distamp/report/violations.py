@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from distamp.report.contract_recorder import Observation, RankObservations
 from distamp.report.formatting import collapse_indices, shorten
@@ -68,6 +68,10 @@ class Violation:
         parts.append(f"{self.bytes:,} B in {self.calls:,}")
         text = ", ".join(parts)
         return f"{text}\n    fix: {self.fix}" if self.fix else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the violation as JSON types."""
+        return asdict(self)
 
 
 class _Place(NamedTuple):

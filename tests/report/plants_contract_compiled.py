@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
@@ -50,6 +49,22 @@ class Plant:
     where: str = ""
 
 
+PLANTS: list[Plant] = []
+NORMS_FP32 = {"norms": "fp32"}
+ACTIVATIONS_FP32 = {"activations": "fp32"}
+ACTIVATIONS_BF16 = {"activations": "bf16"}
+
+
+def plant(name: str, ranks: int, **fields: Any) -> Callable[[Callable[[], Any]], Any]:
+    """Add a function to the plants."""
+
+    def add(build: Callable[[], Any]) -> Callable[[], Any]:
+        PLANTS.append(Plant(name, ranks, build=build, **fields))
+        return build
+
+    return add
+
+
 def rows_step(model: nn.Module, region: torch.dtype | None = None, dtype: Any = FP32) -> Any:
     """Train a model on rows of 16 numbers."""
     params = [param for param in model.parameters() if param.requires_grad]
@@ -60,6 +75,14 @@ def rows_step(model: nn.Module, region: torch.dtype | None = None, dtype: Any = 
 # -- bytes -----------------------------------------------------------------------------------------
 
 
+@plant(
+    "an adapter gathered in fp32 beside its bf16 base",
+    ranks=2,
+    declared={"param_all_gather": "bf16"},
+    clean={"param_all_gather": ("bf16", "fp32")},
+    key="param_all_gather",
+    dtype="fp32",
+)
 def adapter_beside_a_frozen_base() -> Any:
     """FSDP2 packs a frozen bf16 base and its fp32 adapter into the bytes of one gather."""
     base = nn.Linear(16, 16).to(BF16).requires_grad_(False)
@@ -104,9 +127,58 @@ def between_layers(norm: nn.Module, dtype: torch.dtype) -> Any:
     return rows_step(model, dtype=dtype)
 
 
+@plant(
+    "an RMS norm in Python in bf16",
+    ranks=1,
+    declared=NORMS_FP32,
+    clean={"norms": "bf16"},
+    key="norms",
+    dtype="bf16",
+    where="1",
+)
+def rms_norm_in_bf16() -> Any:
+    return between_layers(Scale(), BF16)
+
+
+@plant(
+    "a layer norm in Python in fp16",
+    ranks=1,
+    declared=NORMS_FP32,
+    clean={"norms": "fp16"},
+    key="norms",
+    dtype="fp16",
+    where="1",
+)
+def layer_norm_in_fp16() -> Any:
+    return between_layers(Whiten(), FP16)
+
+
+@plant(
+    "queries normalized in bf16",
+    ranks=1,
+    declared=NORMS_FP32,
+    clean={"norms": "bf16"},
+    key="norms",
+    dtype="bf16",
+    where="1",
+)
+def normalized_queries_in_bf16() -> Any:
+    return between_layers(UnitQueries(), BF16)
+
+
 # -- compiled code ---------------------------------------------------------------------------------
 
 
+@plant(
+    "norms of compiled blocks in bf16",
+    ranks=1,
+    declared=NORMS_FP32,
+    # torch's RMS norm takes its mean of squares in float32.
+    clean={"norms": ("bf16", "fp32"), "compute": "bf16", "parameters": "bf16"},
+    key="norms",
+    dtype="bf16",
+    where="norm",
+)
 def compiled_model_of_half_norms() -> Any:
     step, model, optimizer = trained(Net().to(BF16))
     for block in model.blocks:
@@ -126,6 +198,15 @@ class Upcast(nn.Module):
             return self.inner(x.float())
 
 
+@plant(
+    "a module that leaves the region in a compiled model",
+    ranks=1,
+    declared={"compute": "bf16"},
+    clean={"compute": "bf16", "modules": {"1.inner": {"compute": "fp32"}}},
+    key="compute",
+    dtype="fp32",
+    where="1.inner",
+)
 def compiled_model_with_an_upcast_inside() -> Any:
     model = nn.Sequential(nn.Linear(16, 16), Upcast(nn.Linear(16, 16)), nn.Linear(16, 4))
     compiled = torch.compile(model, backend="aot_eager")
@@ -141,6 +222,14 @@ def compiled_model_with_an_upcast_inside() -> Any:
     return step, model, optimizer
 
 
+@plant(
+    "compiled blocks under FSDP2 that reduce in bf16",
+    ranks=2,
+    declared={"grad_reduce": "fp32"},
+    clean={"grad_reduce": "bf16", "param_all_gather": "bf16", "master_weights": "fp32"},
+    key="grad_reduce",
+    dtype="bf16",
+)
 def compiled_blocks_under_fsdp2() -> Any:
     model = Net(attends=False)
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
@@ -167,8 +256,9 @@ class Dispatch(nn.Module):
     """Tokens that are sent to experts on other ranks, with a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
+        functional = torch.distributed._functional_collectives
         sent = functional.all_to_all_single_autograd(x, None, None, dist.group.WORLD)
-        return functional.wait_tensor(sent) if not sent.requires_grad else sent * 1
+        return sent * 1
 
 
 class Ring(nn.Module):
@@ -191,9 +281,56 @@ def behind_a_layer(module: nn.Module, dtype: torch.dtype) -> Any:
     return rows_step(nn.Sequential(nn.Linear(16, 16), module).to(dtype), dtype=dtype)
 
 
+@plant(
+    "a DTensor moved to other shards in fp32",
+    ranks=2,
+    declared=ACTIVATIONS_BF16,
+    clean=ACTIVATIONS_FP32,
+    key="activations",
+    dtype="fp32",
+    where="1",
+)
+def redistributed_in_fp32() -> Any:
+    return behind_a_layer(Redistributed(), FP32)
+
+
+@plant(
+    "tokens sent to experts in bf16",
+    ranks=2,
+    declared=ACTIVATIONS_FP32,
+    clean=ACTIVATIONS_BF16,
+    key="activations",
+    dtype="bf16",
+    where="1",
+)
+def dispatched_in_bf16() -> Any:
+    return behind_a_layer(Dispatch(), BF16)
+
+
+@plant(
+    "keys passed around a ring in fp32",
+    ranks=2,
+    declared=ACTIVATIONS_BF16,
+    clean=ACTIVATIONS_FP32,
+    key="activations",
+    dtype="fp32",
+    where="1",
+)
+def ring_in_fp32() -> Any:
+    return behind_a_layer(Ring(), FP32)
+
+
 # -- groups ----------------------------------------------------------------------------------------
 
 
+@plant(
+    "gradients summed over a subgroup in bf16",
+    ranks=4,
+    declared={"grad_reduce": "fp32"},
+    clean={"grad_reduce": "bf16", "compute": "fp32"},
+    key="grad_reduce",
+    dtype="bf16",
+)
 def sum_over_a_subgroup() -> Any:
     """Gradients of experts, which the training loop sums in bf16 over half of the ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -221,6 +358,14 @@ class HalfOutput(nn.Module):
         return self.layer(x.float()).to(BF16)
 
 
+@plant(
+    "a pipeline stage that sends bf16",
+    ranks=2,
+    declared=ACTIVATIONS_FP32,
+    clean=ACTIVATIONS_BF16,
+    key="activations",
+    dtype="bf16",
+)
 def pipeline_of_half_outputs() -> Any:
     rank = dist.get_rank()
     module = HalfOutput()
@@ -239,128 +384,3 @@ def pipeline_of_half_outputs() -> Any:
     # The first step finds the shapes by messages of its own.
     step()
     return step, module, optimizer
-
-
-NORMS_FP32, ACTIVATIONS_FP32, ACTIVATIONS_BF16 = (
-    {"norms": "fp32"},
-    {"activations": "fp32"},
-    {"activations": "bf16"},
-)
-PLANTS: tuple[Plant, ...] = (
-    Plant(
-        "an adapter gathered in fp32 beside its bf16 base",
-        2,
-        {"param_all_gather": "bf16"},
-        {"param_all_gather": ("bf16", "fp32")},
-        "param_all_gather",
-        "fp32",
-        adapter_beside_a_frozen_base,
-    ),
-    Plant(
-        "an RMS norm in Python in bf16",
-        1,
-        NORMS_FP32,
-        {"norms": "bf16"},
-        "norms",
-        "bf16",
-        lambda: between_layers(Scale(), BF16),
-        "1",
-    ),
-    Plant(
-        "a layer norm in Python in fp16",
-        1,
-        NORMS_FP32,
-        {"norms": "fp16"},
-        "norms",
-        "fp16",
-        lambda: between_layers(Whiten(), FP16),
-        "1",
-    ),
-    Plant(
-        "queries normalized in bf16",
-        1,
-        NORMS_FP32,
-        {"norms": "bf16"},
-        "norms",
-        "bf16",
-        lambda: between_layers(UnitQueries(), BF16),
-        "1",
-    ),
-    Plant(
-        "norms of compiled blocks in bf16",
-        1,
-        NORMS_FP32,
-        {"norms": "bf16", "compute": "bf16", "parameters": "bf16"},
-        "norms",
-        "bf16",
-        compiled_model_of_half_norms,
-        "norm",
-    ),
-    Plant(
-        "a module that leaves the region in a compiled model",
-        1,
-        {"compute": "bf16"},
-        {"compute": "bf16", "modules": {"1.inner": {"compute": "fp32"}}},
-        "compute",
-        "fp32",
-        compiled_model_with_an_upcast_inside,
-        "1.inner",
-    ),
-    Plant(
-        "compiled blocks under FSDP2 that reduce in bf16",
-        2,
-        {"grad_reduce": "fp32"},
-        {"grad_reduce": "bf16", "param_all_gather": "bf16", "master_weights": "fp32"},
-        "grad_reduce",
-        "bf16",
-        compiled_blocks_under_fsdp2,
-    ),
-    Plant(
-        "a DTensor moved to other shards in fp32",
-        2,
-        ACTIVATIONS_BF16,
-        ACTIVATIONS_FP32,
-        "activations",
-        "fp32",
-        lambda: behind_a_layer(Redistributed(), FP32),
-        "1",
-    ),
-    Plant(
-        "tokens sent to experts in bf16",
-        2,
-        ACTIVATIONS_FP32,
-        ACTIVATIONS_BF16,
-        "activations",
-        "bf16",
-        lambda: behind_a_layer(Dispatch(), BF16),
-        "1",
-    ),
-    Plant(
-        "keys passed around a ring in fp32",
-        2,
-        ACTIVATIONS_BF16,
-        ACTIVATIONS_FP32,
-        "activations",
-        "fp32",
-        lambda: behind_a_layer(Ring(), FP32),
-        "1",
-    ),
-    Plant(
-        "gradients summed over a subgroup in bf16",
-        4,
-        {"grad_reduce": "fp32"},
-        {"grad_reduce": "bf16", "compute": "fp32"},
-        "grad_reduce",
-        "bf16",
-        sum_over_a_subgroup,
-    ),
-    Plant(
-        "a pipeline stage that sends bf16",
-        2,
-        ACTIVATIONS_FP32,
-        ACTIVATIONS_BF16,
-        "activations",
-        "bf16",
-        pipeline_of_half_outputs,
-    ),
-)

@@ -45,6 +45,19 @@ class CompiledFault:
     ranks: tuple[int, ...] = (0,)
 
 
+FAULTS: list[CompiledFault] = []
+
+
+def fault(name: str, **answer: Any) -> Callable[[Any], Any]:
+    """Add a function to the faults."""
+
+    def add(build: Callable[[], Any]) -> Callable[[], Any]:
+        FAULTS.append(CompiledFault(name, build, **answer))
+        return build
+
+    return add
+
+
 class Function(nn.Module):
     """A module that calls a function."""
 
@@ -68,12 +81,33 @@ def compiled(function: Callable[[Tensor], Tensor], dtype: Any = torch.float32) -
     return step_of(model, call, ROWS.to(dtype)), model
 
 
+@fault("log of a negative number", op="log")
+def log_of_a_negative_number() -> Any:
+    return compiled(lambda x: torch.log(x - 9))
+
+
+@fault("the root of zero in backward", op="sqrt", direction="backward")
+def root_of_zero() -> Any:
+    return compiled(lambda x: (x * 0).sqrt())
+
+
+@fault("fp16 that overflows", op="exp")
+def exponential_in_fp16() -> Any:
+    return compiled(lambda x: torch.exp(x * 60 + 60), torch.float16)
+
+
 def attention_without_keys(x: Tensor) -> Tensor:
     scores = x @ x.mT
     masked = torch.ones_like(scores, dtype=torch.bool)
     return torch.softmax(scores.masked_fill(masked, -INF), -1) @ x
 
 
+@fault("a softmax of a row that is masked", op="softmax")
+def softmax_of_a_masked_row() -> Any:
+    return compiled(attention_without_keys)
+
+
+@fault("a compiled loss of nothing", op="div", module="(outside)")
 def loss_function_that_divides_zero_by_zero() -> Any:
     """Only the loss is compiled, and no element of its batch counts."""
     model = nn.Linear(8, 8)
@@ -86,6 +120,7 @@ def loss_function_that_divides_zero_by_zero() -> Any:
     return lambda: masked_mean(model(ROWS)).backward(), model
 
 
+@fault("a parameter that is NaN", kind="parameter", module="2")
 def parameter_that_is_nan() -> Any:
     step, model = compiled(torch.relu)
     with torch.no_grad():
@@ -93,72 +128,53 @@ def parameter_that_is_nan() -> Any:
     return step, model
 
 
+@fault("a batch that is infinite", kind="input", module="0")
 def batch_that_is_infinite() -> Any:
     _, model = compiled(torch.relu)
     inputs = ROWS.clone()
     inputs[1, 1] = INF
-    return step_of(model, torch.compile(model, backend="aot_eager"), inputs), model
+    call = torch.compile(model, backend="aot_eager")
+    return step_of(model, call, inputs), model
 
 
+@fault("a compiler that divides by zero", kind="unseen")
 def compiler_that_divides_by_zero() -> Any:
     def miscompile(graph: Any, inputs: Any) -> Any:
-        return lambda *args: [output / 0 for output in graph.forward(*args)]
+        def run(*args: Any) -> list[Tensor]:
+            return [output / 0 for output in graph.forward(*args)]
+
+        return run
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    return step_of(model, torch.compile(model, backend=miscompile)), model
+    call = torch.compile(model, backend=miscompile)
+    return step_of(model, call), model
 
 
+@fault("a compiler that spoils one block", kind="unseen")
 def compiler_that_spoils_one_block() -> Any:
     def miscompile(graph: Any, inputs: Any) -> Any:
-        return lambda *args: [output.masked_fill(output > 0, NAN) for output in graph(*args)]
+        def run(*args: Any) -> list[Tensor]:
+            return [output.masked_fill(output > 0, NAN) for output in graph(*args)]
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        return run
+
+    # torch.compile leaves a single module of torch.nn uncompiled.
+    model = nn.Sequential(nn.Linear(8, 8), Function(torch.sigmoid), nn.Linear(8, 8))
     model[1].compile(backend=miscompile)
     return step_of(model, model), model
 
 
+@fault("a batch of one rank", op="log", ranks=(1,))
 def rank_with_a_negative_batch() -> Any:
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(8, 8), Function(lambda x: torch.log(x.abs() - INPUT_OFFSET)))
+    inner = nn.Sequential(nn.Linear(8, 8), Function(lambda x: torch.log(x.abs() - 1.5)))
     with torch.no_grad():
         inner[0].weight.copy_(torch.eye(8))
         inner[0].bias.zero_()
     inner.compile(backend="aot_eager")
     model = DistributedDataParallel(inner)
-    inputs = ROWS.abs() + (0.0 if dist.get_rank() else 2.0)
-    return step_of(model, model, inputs), model
-
-
-INPUT_OFFSET = 1.5
-FAULTS: tuple[CompiledFault, ...] = (
-    CompiledFault(
-        "log of a negative number", lambda: compiled(lambda x: torch.log(x - 9)), op="log"
-    ),
-    CompiledFault(
-        "the root of zero in backward",
-        lambda: compiled(lambda x: (x * 0).sqrt()),
-        op="sqrt",
-        direction="backward",
-    ),
-    CompiledFault(
-        "fp16 that overflows",
-        lambda: compiled(lambda x: torch.exp(x * 60 + 60), torch.float16),
-        op="exp",
-    ),
-    CompiledFault(
-        "a softmax of a row that is masked", lambda: compiled(attention_without_keys), op="softmax"
-    ),
-    CompiledFault(
-        "a compiled loss of nothing",
-        loss_function_that_divides_zero_by_zero,
-        op="div",
-        module="(outside)",
-    ),
-    CompiledFault("a parameter that is NaN", parameter_that_is_nan, "parameter", module="2"),
-    CompiledFault("a batch that is infinite", batch_that_is_infinite, "input", module="0"),
-    CompiledFault("a compiler that divides by zero", compiler_that_divides_by_zero, "unseen"),
-    CompiledFault("a compiler that spoils one block", compiler_that_spoils_one_block, "unseen"),
-    CompiledFault(
-        "a batch of one rank", rank_with_a_negative_batch, op="log", module="1", ranks=(1,)
-    ),
-)
+    inputs = ROWS.abs()
+    if dist.get_rank() == 0:
+        inputs = inputs + 2.0
+    step = step_of(model, model, inputs)
+    return step, model

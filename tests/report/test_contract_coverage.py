@@ -70,6 +70,25 @@ def test_a_norm_in_python_in_half_precision_is_a_violation():
     assert violation.found == "bf16"
 
 
+class WeightByLength(nn.Linear):
+    """A layer that divides its weight's length by the norm of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.length = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(self.weight, dim=1, keepdim=True)
+        return F.linear(x, self.weight * (self.length / norm))
+
+
+def test_the_norm_of_a_weight_is_no_norm_of_activations():
+    model = nn.Sequential(WeightByLength())
+    with PrecisionContract(norms="fp16").watch(model) as report:
+        model(torch.ones(2, 4)).sum().backward()
+    assert not report, str(report)
+
+
 def test_a_root_of_a_mean_outside_of_modules_is_no_norm():
     """A loss by rows has one."""
     model = nn.Linear(4, 4)

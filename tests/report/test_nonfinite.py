@@ -357,6 +357,7 @@ def test_a_step_that_only_its_compiler_spoils_is_unseen_and_compilation_is_named
     found = distamp.find_first_nonfinite(lambda: call(x).square().mean().backward(), model)
     assert found is not None
     assert found.kind == "unseen"
+    assert "compiled code is the suspect" in str(found)
     assert "compiled code ran eagerly" in str(found)
 
 
@@ -377,6 +378,7 @@ def test_a_skipped_step_whose_compiled_run_is_finite_again_is_unseen(fresh_dynam
     guard.update()
     assert replay.found.kind == "unseen"
     assert "the compiled step was finite" in str(replay.found)
+    assert "the step may depend on state that the replay does not restore" in str(replay.found)
 
 
 def on_a_device() -> list[Any]:
