@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections import Counter
@@ -43,6 +44,15 @@ _SHIFTS = frozenset({"add", "add_", "clamp", "clamp_", "clamp_min", "clamp_min_"
 _ROOTS = frozenset({"rsqrt", "rsqrt_", "sqrt", "sqrt_"})
 _DIVISIONS = frozenset({"div", "div_"})
 _CASTS = frozenset({"_to_copy", "clone", "convert_element_type"})
+# The kinds of ops that a contract looks at besides products and norms.
+_NAMES_BY_KIND = {
+    "cast": _CASTS,
+    "view": frozenset({"view"}),
+    "packing": frozenset({"all_gather_copy_in"}),
+    "statistic": _STATISTICS | _ROOTS,
+    "shift": _SHIFTS,
+    "division": _DIVISIONS,
+}
 _MESSAGE_KEYS = ("param_all_gather", "grad_reduce", "activations")
 # Reasons for which a step may have no observation of a key.
 _REASONS = {
@@ -143,6 +153,16 @@ class ContractRecorder(TraceListener):
         self._param_names: dict[object, str] = {}
         self._packed_dtypes: dict[object, tuple[str, ...]] = {}
         self._statistics: dict[object, Tensor] = {}
+        self._handlers = {
+            "cast": self._follow_cast,
+            "view": self._follow_bytes,
+            "packing": self._follow_packed,
+            "product": self._count_product,
+            "norm": self._count_norm,
+            "statistic": self._count_statistic,
+            "shift": self._follow_statistic,
+            "division": self._count_division,
+        }
 
     def on_start(self) -> None:
         """Remember the storages of parameters."""
@@ -297,27 +317,12 @@ class ContractRecorder(TraceListener):
 
     def after_op(self, call: OpCall) -> None:
         """Count an op if its dtype is part of a contract."""
-        name = call.op.name
         if call.op.namespace == "profiler":
             self._blocks.on_op(call)
-        elif call.collectives:
-            return
-        elif name in _CASTS:
-            self._follow_cast(call)
-        elif name == "view" and isinstance(call.args[-1], torch.dtype):
-            self._follow_bytes(call)
-        elif name == "all_gather_copy_in":
-            self._follow_packed(call)
-        elif _PRODUCT.search(name) is not None:
-            self._count_product(call)
-        elif _NORM.search(name) is not None:
-            self._count_norm(call)
-        elif name in _STATISTICS or name in _ROOTS:
-            self._count_statistic(call)
-        elif name in _SHIFTS:
-            self._follow_statistic(call)
-        elif name in _DIVISIONS:
-            self._count_division(call)
+        elif not call.collectives:
+            handler = self._handlers.get(_kind_of_op(call.op.name))
+            if handler is not None:
+                handler(call)
 
     def _follow_cast(self, call: OpCall) -> None:
         """Give a cast of a parameter the parameter's name."""
@@ -327,6 +332,8 @@ class ContractRecorder(TraceListener):
 
     def _follow_bytes(self, call: OpCall) -> None:
         """Remember the dtype of a floating point tensor that is viewed as bytes."""
+        if not isinstance(call.args[-1], torch.dtype):
+            return
         source = call.args[0]
         if source.is_floating_point() and not call.output.is_floating_point():
             self._packed_dtypes[storage_key(source)] = (dtype_abbr(source.dtype),)
@@ -523,6 +530,19 @@ class ContractRecorder(TraceListener):
         elif idle:
             sentences.append(f"{_join_names(idle)}: did not run in this step")
         return sentences
+
+
+@functools.cache
+def _kind_of_op(name: str) -> str:
+    """Return the key of the method that handles an op; ``""`` if none does."""
+    if _PRODUCT.search(name) is not None:
+        return "product"
+    if _NORM.search(name) is not None:
+        return "norm"
+    for kind, names in _NAMES_BY_KIND.items():
+        if name in names:
+            return kind
+    return ""
 
 
 def _floating_tensors(call: OpCall) -> list[Tensor]:

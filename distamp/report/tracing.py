@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -153,7 +153,7 @@ class OpInfo(NamedTuple):
         return cls(name, namespace, is_view, names, frozenset(mutated), overwrites, collective)
 
 
-@dataclass
+@dataclass(slots=True)
 class OpCall:
     """One call of an op.
 
@@ -171,19 +171,25 @@ class OpCall:
     kwargs: dict[str, Any]
     tracer: StepTracer
     output: Any = None
-    collectives: list[CollectiveCall] = field(default_factory=list)
+    collectives: Sequence[CollectiveCall] = ()
+    # A cached_property takes a lock for each call.
+    _context: OpContext | None = None
+    _arguments: dict[str, Any] | None = None
 
-    @functools.cached_property
+    @property
     def context(self) -> OpContext:
         """The place at which it runs."""
-        return self.tracer.current_context()
+        if self._context is None:
+            self._context = self.tracer.current_context()
+        return self._context
 
-    @functools.cached_property
+    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments by their names in the schema."""
-        arguments = dict(zip(self.op.argument_names, self.args, strict=False))
-        arguments.update(self.kwargs)
-        return arguments
+        if self._arguments is None:
+            self._arguments = dict(zip(self.op.argument_names, self.args, strict=False))
+            self._arguments.update(self.kwargs)
+        return self._arguments
 
 
 class TraceListener:
