@@ -321,7 +321,8 @@ class _UpdateRecorder:
                 new_values = _elements(masters.fp32_value(master))
                 loss = _loss_by_rounding(param, old_values, new_values, param.dtype)
                 rounded_name = dtype_abbr(param.dtype)
-                losses.append(loss._replace(values=f"fp32 masters as {rounded_name}"))
+                values = f"fp32 masters as {rounded_name}"
+                losses.append(_Loss(param, values, loss.lost_count, loss.update_count))
             return losses
 
         return measure

@@ -443,7 +443,7 @@ PLANTS: tuple[Violation, ...] = (
                 "0", torch.compile(net.blocks[0], backend="aot_eager")
             )
         ),
-        "blocks.0",
+        "blocks",
     ),
     Violation(
         "one layer loaded in bf16",
