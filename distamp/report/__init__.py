@@ -1,5 +1,10 @@
 """Reports on the precisions of a step: ops, contracts, and numbers that are not finite."""
 
+from distamp.report.compare_gradients import (
+    GradientComparison,
+    GradientRow,
+    compare_gradients,
+)
 from distamp.report.contract import ContractReport, PrecisionContract
 from distamp.report.findings import Finding, Findings
 from distamp.report.logprob_mismatch import LogprobMismatch, logprob_mismatch
@@ -15,6 +20,8 @@ __all__ = [
     "ContractReport",
     "Finding",
     "Findings",
+    "GradientComparison",
+    "GradientRow",
     "LogprobMismatch",
     "LostUpdates",
     "NonFiniteOrigin",
@@ -25,6 +32,7 @@ __all__ = [
     "StepReplay",
     "TensorRange",
     "Violation",
+    "compare_gradients",
     "find_first_nonfinite",
     "logprob_mismatch",
     "lost_updates",
