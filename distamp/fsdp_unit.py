@@ -220,6 +220,13 @@ class FSDPUnit:
             for group, name, value in settings:
                 setattr(group, name, value)
 
+    @property
+    def has_partly_reduced_gradients(self) -> bool:
+        """Whether HSDP has gradients that it reduced over its shards and not over its replicas."""
+        return any(
+            _read(group, "_partial_reduce_output") is not None for group in self.param_groups
+        )
+
     def drop_unreduced_gradients(self) -> list[nn.Parameter]:
         """Drop the gradients that the unit has accumulated and not reduced.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,16 +19,19 @@ from distamp.errors import CallOrderError, ConfigError
 from distamp.fsdp_params import check_reduction_finished
 from distamp.fsdp_unit import FSDPUnit
 from distamp.grads import is_dtensor
-from distamp.levels.wrappers import FSDP2, compute_device, wrapper_name
 from distamp.module_names import module_names
 from distamp.process_group import GroupLike, all_gather_rows, check_group, resolve_process_group
+from distamp.report.flat_params import FlatParams
 from distamp.report.formatting import JsonResult, shorten
 from distamp.report.gathered_gradients import (
+    FSDP1,
+    FSDP2,
     LayoutPlan,
     ParamPart,
     ReferenceParam,
     TensorMessenger,
     find_parts,
+    is_wrapper,
     reference_params,
 )
 from distamp.report.gradient_causes import (
@@ -292,7 +296,7 @@ def _check_no_dropout(kind: str, name: str, module: nn.Module) -> None:
     if not module.training:
         return
     rates = {key: value for key, value in vars(module).items() if "dropout" in key.lower()}
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if is_wrapper(module, "_DropoutNd"):
         rates = {"p": module.p}
     for key, rate in rates.items():
         if isinstance(rate, float) and rate > 0:
@@ -369,13 +373,13 @@ def _run_step(step: _Step, models: Sequence[nn.Module]) -> _StepRun:
     _drop_gradients(models)
     dtypes: set[torch.dtype] = set()
     longest_sum = 1
-    device = compute_device(models[0]) if models else None
+    device_types = {param.device.type for model in models for param in model.parameters()}
 
     def observe(_module: nn.Module, _args: Any, output: Any) -> None:
         nonlocal longest_sum
-        device_type = "cpu" if device is None else device.type
-        if torch.is_autocast_enabled(device_type):
-            dtypes.add(torch.get_autocast_dtype(device_type))
+        for device_type in device_types:
+            if torch.is_autocast_enabled(device_type):
+                dtypes.add(torch.get_autocast_dtype(device_type))
         for tensor in flatten_tensors(output):
             if tensor.is_floating_point() and tensor.dim():
                 dtypes.add(tensor.dtype)
@@ -398,10 +402,10 @@ def _run_step(step: _Step, models: Sequence[nn.Module]) -> _StepRun:
 
 def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield modules whose hooks do not run in compiled code, which a hook would break up."""
-    if module._compiled_call_impl is not None:
+    if getattr(module, "_compiled_call_impl", None) is not None:
         return
     yield module
-    if not isinstance(module, torch._dynamo.OptimizedModule):
+    if type(module).__name__ != "OptimizedModule":
         for child in module.children():
             yield from _eager_modules(child)
 
@@ -409,24 +413,41 @@ def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
 def _fsdp2_units(models: Sequence[nn.Module]) -> Iterator[FSDPUnit]:
     for model in models:
         for module in model.modules():
-            if wrapper_name(module) == FSDP2:
+            if is_wrapper(module, FSDP2):
                 yield FSDPUnit(module)
 
 
-def _drop_gradients(models: Sequence[nn.Module]) -> set[int]:
-    """Drop all gradients; return the ids of shards that had gradients FSDP2 did not reduce."""
+def _drop_gradients(models: Sequence[nn.Module]) -> None:
+    """Drop all gradients, reduced or not."""
     for model in models:
         for row in model_tensors(module_names(model)):
             if row.kind == "parameter":
                 row.tensor.grad = None
-    return _drop_unreduced(models)
+        for module in model.modules():
+            flat_params = FlatParams.find(module) if is_wrapper(module, FSDP1) else None
+            if flat_params is not None:
+                flat_params.drop_gradients()
+    _drop_unreduced(models)
 
 
-def _drop_unreduced(models: Sequence[nn.Module]) -> set[int]:
-    unreduced: set[int] = set()
+def _drop_unreduced(models: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """Drop gradients that FSDP2 did not reduce.
+
+    Returns:
+        The ranks over which each gradient was not reduced, by the id of its shard.
+    """
+    unreduced: dict[int, tuple[int, ...]] = {}
     for unit in _fsdp2_units(models):
-        unreduced.update(map(id, unit.drop_unreduced_gradients()))
+        if unit.has_partly_reduced_gradients:
+            ranks = _ranks_of(unit.replicate_group)
+            unreduced.update((id(shard), ranks) for shard in unit.shards())
+        for shard in unit.drop_unreduced_gradients():
+            unreduced[id(shard)] = _ranks_of(unit.shard_group)
     return unreduced
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 # -- the tolerance ---------------------------------------------------------------------------------
@@ -471,7 +492,7 @@ class _PartState(NamedTuple):
     has_grad: bool
     requires_grad: bool
     placements: str | None
-    is_unreduced: bool
+    unreduced_ranks: tuple[int, ...]
     owner_only: bool
 
 
@@ -549,7 +570,7 @@ class _Comparison:
                 part.param.grad is not None,
                 part.param.requires_grad,
                 part.placements,
-                id(part.param) in unreduced,
+                unreduced.get(id(part.param), part.unreduced_ranks),
                 part.owner_only,
             )
         reference_grads = {}
@@ -575,7 +596,7 @@ class _Comparison:
         has_any = False
         for states in all_states:
             for state in states.values():
-                has_any = has_any or state.has_grad or state.is_unreduced
+                has_any = has_any or state.has_grad or bool(state.unreduced_ranks)
         for label, has_grads in (
             ("step()", has_any),
             ("reference_step()", any(reference_grads.values())),
@@ -676,7 +697,7 @@ class _Comparison:
                     holder.region,
                     state.requires_grad,
                     state.has_grad,
-                    state.is_unreduced,
+                    state.unreduced_ranks,
                     int(values[1]),
                     values[3],
                     values[4],
@@ -687,7 +708,7 @@ class _Comparison:
                     allowed_sq,
                 )
                 ranks.append(evidence)
-            sharded_axes = holders[0].axes if holders else ()
+            sharded_axes = self._plan.sharded_axes(param.name)
             evidences.append(
                 ParamEvidence(
                     param,

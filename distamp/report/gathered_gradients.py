@@ -8,7 +8,7 @@ region, and gradients of the reference travel to all ranks, one parameter at a t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,14 @@ from distamp.error_text import similar_names
 from distamp.errors import ConfigError
 from distamp.fsdp_unit import FSDPUnit
 from distamp.grads import is_dtensor, to_local
-from distamp.levels.wrappers import DDP, FSDP1, FSDP2, SHARDED_DDP, wrapper_name
 from distamp.module_names import module_names
 from distamp.process_group import MessageGroup, call_collective
+from distamp.report.flat_params import FlatParams
 from distamp.report.tensors import model_tensors
 
 __all__ = [
+    "FSDP1",
+    "FSDP2",
     "Axis",
     "LayoutPlan",
     "ParamPart",
@@ -36,11 +38,17 @@ __all__ = [
     "Region",
     "TensorMessenger",
     "find_parts",
+    "is_wrapper",
     "reference_params",
 ]
 
 #: Descriptions of process groups that torch writes itself, which name no axis.
 _NO_NAMES = ("", "undefined", "default_pg")
+#: Classes of wrappers.
+DDP = "DistributedDataParallel"
+FSDP1 = "FullyShardedDataParallel"
+FSDP2 = "FSDPModule"
+SHARDED_DDP = "ShardedDataParallel"
 
 
 # -- the vocabulary --------------------------------------------------------------------------------
@@ -85,11 +93,13 @@ class Axis:
         name: The name of the mesh's dimension, or of the wrapper.
         groups: The ranks of each group, as numbers of the default group.
         is_data_parallel: Whether ranks of a group train on different samples under one wrapper.
+        is_model_parallel: Whether ranks of a group have shards of a parameter without that.
     """
 
     name: str
     groups: tuple[tuple[int, ...], ...]
     is_data_parallel: bool = False
+    is_model_parallel: bool = False
 
     @property
     def size(self) -> int:
@@ -136,9 +146,9 @@ class ParamPart:
         region: The rank's region, or None if the shapes of the ranks decide it.
         offset: Start and length in a flat parameter, or None.
         shard_ranks: Ranks that have the other shards, as ``shard_group_fn`` declares them.
-        axes: The names of the axes over which the parameter is sharded.
+        shard_groups: The groups of ranks over which the parameter is sharded.
         owner_only: Whether the wrapper leaves the gradient on one rank.
-        is_unreduced: Whether FSDP2 has a gradient of the parameter that was not reduced.
+        flat_params: The flat parameter of FSDP1 that contains it, or None.
     """
 
     name: str
@@ -146,14 +156,21 @@ class ParamPart:
     region: Region | None
     offset: tuple[int, int] | None = None
     shard_ranks: tuple[int, ...] = ()
-    axes: tuple[str, ...] = ()
+    shard_groups: tuple[tuple[int, ...], ...] = ()
     owner_only: bool = False
-    is_unreduced: bool = False
+    flat_params: FlatParams | None = None
 
     @property
     def weight(self) -> Tensor:
         """The elements of the rank's region."""
         return self._region_of(to_local(self.param.detach()))
+
+    @property
+    def unreduced_ranks(self) -> tuple[int, ...]:
+        """The ranks over which FSDP1 did not reduce the gradient, which then is whole."""
+        if self.flat_params is None or not self.flat_params.has_unreduced_gradient:
+            return ()
+        return tuple(dist.get_process_group_ranks(self.flat_params.groups["dp"]))
 
     @property
     def placements(self) -> str | None:
@@ -169,7 +186,7 @@ class ParamPart:
         Collective: if ``redistribute``, every rank of the parameter's mesh must call this.
         """
         grad: Any = self.param.grad
-        if grad is None:
+        if grad is None or self.unreduced_ranks:
             return None
         grad = grad.detach()
         if redistribute:
@@ -189,7 +206,12 @@ class ParamPart:
         """Return the description that other ranks need."""
         weight = self.weight
         return _PartInfo(
-            self.name, tuple(weight.shape), weight.dtype, self.region, self.shard_ranks, self.axes
+            self.name,
+            tuple(weight.shape),
+            weight.dtype,
+            self.region,
+            self.shard_ranks,
+            self.shard_groups,
         )
 
 
@@ -202,7 +224,7 @@ class _PartInfo:
     dtype: torch.dtype
     region: Region | None
     shard_ranks: tuple[int, ...]
-    axes: tuple[str, ...]
+    shard_groups: tuple[tuple[int, ...], ...]
 
 
 # -- the parts of a model --------------------------------------------------------------------------
@@ -249,13 +271,13 @@ def find_parts(
         names = module_names(model)
         flat_parts, flat_axes = _flat_parts(names)
         axes += flat_axes
-        seen.update(id(param) for _, param in _named(flat_parts))
+        seen.update(flat_parts)
         parts += flat_parts.values()
-        owner_only = any(wrapper_name(module) == SHARDED_DDP for module in names)
+        owner_only = any(is_wrapper(module, SHARDED_DDP) for module in names)
         for row in model_tensors(names):
             param = row.tensor
             is_flat = getattr(param, "_is_flat_param", False)
-            if row.kind != "parameter" or id(param) in seen or id(param) in flat_parts or is_flat:
+            if row.kind != "parameter" or id(param) in seen or is_flat:
                 continue
             seen.add(id(param))
             part = ParamPart(row.name, param, Region(), owner_only=owner_only)
@@ -263,14 +285,14 @@ def find_parts(
                 param_axes = _mesh_axes(param.device_mesh)
                 axes += param_axes
                 part.region = _dtensor_region(row.name, param)
-                part.axes = _sharded_axes(param)
+                part.shard_groups = _shard_groups(param)
             elif shard_group_fn is not None:
                 shard_axis = _declared_axis(shard_group_fn(param), group_ranks)
                 if shard_axis is not None:
                     axes.append(shard_axis)
                     part.region = None
                     part.shard_ranks = shard_axis.groups[0]
-                    part.axes = (shard_axis.name,)
+                    part.shard_groups = shard_axis.groups
             parts.append(part)
         axes += _wrapper_axes(names, group_ranks)
     if reference_name_fn is not None:
@@ -279,9 +301,9 @@ def find_parts(
     return parts, axes
 
 
-def _named(parts: Mapping[int, ParamPart]) -> Iterable[tuple[str, Tensor]]:
-    for part in parts.values():
-        yield part.name, part.param
+def is_wrapper(module: nn.Module, class_name: str) -> bool:
+    """Return whether a module is of a wrapper's class, without an import of the wrapper."""
+    return any(cls.__name__ == class_name for cls in type(module).__mro__)
 
 
 def _mesh_axes(mesh: DeviceMesh | None) -> list[Axis]:
@@ -301,12 +323,13 @@ def _mesh_dim_name(mesh: DeviceMesh, dim: int) -> str:
     return f"mesh dimension {dim}" if names is None else names[dim]
 
 
-def _sharded_axes(param: Any) -> tuple[str, ...]:
-    names: list[str] = []
+def _shard_groups(param: Any) -> tuple[tuple[int, ...], ...]:
+    groups: list[tuple[int, ...]] = []
     for dim, placement in enumerate(param.placements):
         if not placement.is_replicate():
-            names.append(_mesh_dim_name(param.device_mesh, dim))
-    return tuple(names)
+            group = param.device_mesh.get_group(dim)
+            groups.append(tuple(dist.get_process_group_ranks(group)))
+    return tuple(groups)
 
 
 def _declared_axis(
@@ -331,11 +354,10 @@ def _wrapper_axes(names: Mapping[nn.Module, str], group_ranks: Sequence[int]) ->
     """Return the axes over which wrappers reduce gradients."""
     axes: list[Axis] = []
     for module in names:
-        kind = wrapper_name(module)
         groups: list[ProcessGroup | None] = []
-        if kind in (DDP, SHARDED_DDP):
+        if is_wrapper(module, DDP) or is_wrapper(module, SHARDED_DDP):
             groups = [getattr(module, "process_group", None)]
-        elif kind == FSDP2:
+        elif is_wrapper(module, FSDP2):
             unit = FSDPUnit(module)
             if unit.param_groups:
                 groups = [unit.shard_group, unit.replicate_group]
@@ -393,39 +415,31 @@ def _flat_parts(names: Mapping[nn.Module, str]) -> tuple[dict[int, ParamPart], l
     parts: dict[int, ParamPart] = {}
     axes: list[Axis] = []
     for module in names:
-        handle: Any = getattr(module, "_handle", None)
-        if wrapper_name(module) != FSDP1 or handle is None:
+        flat_params = FlatParams.find(module) if is_wrapper(module, FSDP1) else None
+        if flat_params is None:
             continue
-        is_sharded = handle.uses_sharded_strategy
-        for group in (handle.process_group, getattr(module, "_inter_node_pg", None)):
-            if group is not None and group.size() > 1:
-                name = "dp" if group is handle.process_group else "dp_replicate"
+        for axis_name, group in flat_params.groups.items():
+            if group.size() > 1:
                 ranks = tuple(dist.get_process_group_ranks(group))
-                axes.append(Axis(name, (ranks,), is_data_parallel=True))
-        flat_param = handle.flat_param
-        originals = flat_param._params or [None] * flat_param._num_params
-        offset = 0
-        for index, (leaf, owner, _) in enumerate(flat_param._param_infos):
-            name = f"{names[owner]}.{leaf}".lstrip(".")
-            numel = flat_param._numels[index]
-            start, length = offset, numel
+                axes.append(Axis(axis_name, (ranks,), is_data_parallel=True))
+        shard_groups: tuple[tuple[int, ...], ...] = ()
+        if flat_params.is_sharded:
+            shard_groups = (tuple(dist.get_process_group_ranks(flat_params.groups["dp"])),)
+        for shard in flat_params.shards():
+            name = f"{names[shard.owner]}.{shard.leaf}".lstrip(".")
+            first = shard.first
+            if first is None and shard.original is None:
+                first = 0
             region = Region()
-            offset += numel
-            if is_sharded:
-                info = flat_param._shard_param_infos[index]
-                region = Region(flat=(0, 0))
-                start, length = 0, 0
-                if info.in_shard:
-                    start, length = info.offset_in_shard, info.numel_in_shard
-                    region = Region(flat=(info.intra_param_start_idx, info.intra_param_end_idx + 1))
-            part_axes = ("dp",) if is_sharded else ()
-            original = originals[index]
-            if original is not None:
-                parts[id(original)] = ParamPart(name, original, region, axes=part_axes)
+            if first is not None:
+                region = Region(flat=(first, first + shard.length))
+            part = ParamPart(name, flat_params.flat_param, region, shard_groups=shard_groups)
+            part.flat_params = flat_params
+            if shard.original is None:
+                part.offset = shard.start, shard.length
             else:
-                region = region if is_sharded else Region(flat=(0, numel))
-                key = id(handle) + index
-                parts[key] = ParamPart(name, flat_param, region, (start, length), axes=part_axes)
+                part.param = shard.original
+            parts[id(shard.original) if shard.original is not None else id(part)] = part
     return parts, axes
 
 
@@ -440,13 +454,13 @@ class Holder:
         position: The place of the rank in the group.
         region: The region of the whole parameter.
         dtype: The dtype of the weights.
-        axes: The axes over which the parameter is sharded.
+        shard_groups: The groups of ranks over which the parameter is sharded.
     """
 
     position: int
     region: Region
     dtype: torch.dtype
-    axes: tuple[str, ...]
+    shard_groups: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -505,11 +519,25 @@ class LayoutPlan:
                     region = _declared_region(part, target, ranks[position], shapes)
                 _check_shape(part, target, region, ranks[position])
                 if math.prod(part.shape):
-                    holder = Holder(position, region, part.dtype, part.axes)
+                    holder = Holder(position, region, part.dtype, part.shard_groups)
                     plan.holders[target.name].append(holder)
         plan._check_coverage()
-        plan.axes = _merge_axes([axes for _, axes in infos], ranks)
+        sharded: set[tuple[int, ...]] = set()
+        for holders in plan.holders.values():
+            for holder in holders:
+                sharded.update(holder.shard_groups)
+        plan.axes = _merge_axes([axes for _, axes in infos], ranks, sharded)
         return plan
+
+    def sharded_axes(self, name: str) -> tuple[str, ...]:
+        """Return the names of the axes over which a parameter is sharded."""
+        names: list[str] = []
+        for axis in self.axes:
+            for holder in self.holders[name]:
+                if set(holder.shard_groups).intersection(axis.groups):
+                    names.append(axis.name)
+                    break
+        return tuple(names)
 
     def _check_coverage(self) -> None:
         for param in self.params:
@@ -562,7 +590,11 @@ def _declared_region(
     return Region(((dim, start, part.shape[dim]),))
 
 
-def _merge_axes(axes_by_rank: Sequence[Sequence[Axis]], ranks: Sequence[int]) -> list[Axis]:
+def _merge_axes(
+    axes_by_rank: Sequence[Sequence[Axis]],
+    ranks: Sequence[int],
+    sharded: Collection[tuple[int, ...]],
+) -> list[Axis]:
     """Return each axis once, with the groups that all ranks have; names of meshes come first."""
     groups_by_name: dict[tuple[str, bool], dict[tuple[int, ...], None]] = {}
     data_parallel: set[tuple[int, ...]] = set()
@@ -583,7 +615,8 @@ def _merge_axes(axes_by_rank: Sequence[Sequence[Axis]], ranks: Sequence[int]) ->
             is_data_parallel = any(group in data_parallel for group in kept)
             if any(axis.name == name for axis in merged):
                 name = f"{name} of the wrapper"
-            merged.append(Axis(name, tuple(kept), is_data_parallel))
+            is_model_parallel = not is_data_parallel and any(group in sharded for group in kept)
+            merged.append(Axis(name, tuple(kept), is_data_parallel, is_model_parallel))
     everyone = tuple(ranks)
     if not merged and len(everyone) > 1:
         merged.append(Axis("all ranks", (everyone,), is_data_parallel=True))

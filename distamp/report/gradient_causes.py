@@ -140,7 +140,7 @@ class RankEvidence:
         region: The rank's region.
         requires_grad: Whether the rank trains the parameter.
         has_grad: Whether the rank has a gradient.
-        is_unreduced: Whether FSDP2 has a gradient that was not reduced.
+        unreduced_ranks: The ranks over which FSDP did not reduce the gradient, which it keeps.
         bad_count: The number of elements that are not finite.
         norm_sq: The squared norm of the gradient.
         dot: Its product with the reference's gradient.
@@ -155,7 +155,7 @@ class RankEvidence:
     region: Region
     requires_grad: bool
     has_grad: bool
-    is_unreduced: bool
+    unreduced_ranks: tuple[int, ...]
     bad_count: int
     norm_sq: float
     dot: float
@@ -220,7 +220,7 @@ class ParamEvidence:
             return True
         if any(rank.requires_grad is not self.param.requires_grad for rank in self.ranks):
             return False
-        if any(rank.is_unreduced for rank in self.ranks):
+        if any(rank.unreduced_ranks for rank in self.ranks):
             return False
         return self.reference_bad_count == 0 and all(rank.is_right for rank in self.ranks)
 
@@ -308,7 +308,9 @@ def find_cause(evidence: ParamEvidence) -> Verdict:
         verdict = rule(evidence)
         if verdict is not None:
             return verdict
-    return Verdict(UNKNOWN, factor=evidence.factor, ranks=_wrong_ranks(evidence))
+    names = tuple(axis.name for axis in evidence.axes)
+    axes = names if len(names) == 1 else ()
+    return Verdict(UNKNOWN, axes, evidence.factor, _wrong_ranks(evidence))
 
 
 def _frozen(evidence: ParamEvidence) -> Verdict | None:
@@ -330,12 +332,18 @@ def _not_finite(evidence: ParamEvidence) -> Verdict | None:
     return None
 
 
-def _unreduced_by_fsdp2(evidence: ParamEvidence) -> Verdict | None:
-    """FSDP2 has a gradient that it did not reduce, because its gradient sync is switched off."""
-    if not any(rank.is_unreduced for rank in evidence.ranks):
+def _unreduced_by_fsdp(evidence: ParamEvidence) -> Verdict | None:
+    """FSDP has a gradient that it did not reduce, because its gradient sync is switched off."""
+    names: dict[str, None] = {}
+    is_reduced = True
+    for rank in evidence.ranks:
+        is_reduced = is_reduced and not rank.unreduced_ranks
+        for axis in evidence.axes:
+            if rank.unreduced_ranks and axis.peers(rank.rank) == rank.unreduced_ranks:
+                names[axis.name] = None
+    if is_reduced:
         return None
-    names = [axis.name for axis in evidence.axes if axis.is_data_parallel]
-    return Verdict(NOT_REDUCED, tuple(names[:1]), evidence.factor, detail="left whole by FSDP2")
+    return Verdict(NOT_REDUCED, tuple(names), evidence.factor, detail="FSDP's sync is off")
 
 
 def _missing_everywhere(evidence: ParamEvidence) -> Verdict | None:
@@ -407,6 +415,30 @@ def _factor_by_rank(evidence: ParamEvidence) -> Verdict | None:
     return Verdict(SCALED, tuple(names), evidence.factor, numbers, detail)
 
 
+def _reduced_shards(evidence: ParamEvidence) -> Verdict | None:
+    """Each rank has a factor times the sum of all shards of the reference.
+
+    The signs of a sketch depend on the place of an element in its region, so the sketches of
+    shards add up to the sketch of their sum.
+    """
+    if len({rank.reference_sketch.numel() for rank in evidence.ranks}) > 1:
+        return None
+    for axis in evidence.axes:
+        if axis.name not in evidence.sharded_axes:
+            continue
+        sums: list[tuple[Tensor, Tensor]] = []
+        for rank in evidence.ranks:
+            peers = axis.peers(rank.rank)
+            shards = [other for other in evidence.ranks if other.rank in peers]
+            total = torch.stack([shard.reference_sketch for shard in shards]).sum(0)
+            sums.append((rank.sketch, total))
+        allowed_sq = 16 * sum(rank.allowed_sq for rank in evidence.ranks)
+        if _fit_error(sums) <= allowed_sq:
+            detail = "shards were reduced as if they were replicas"
+            return Verdict(COUNTED_REPEATEDLY, (axis.name,), evidence.factor, detail=detail)
+    return None
+
+
 def _lower_precision(evidence: ParamEvidence) -> Verdict | None:
     """The difference is as large as the rounding of a reduction in half precision."""
     factor = evidence.factor
@@ -424,12 +456,13 @@ def _lower_precision(evidence: ParamEvidence) -> Verdict | None:
 _RULES: tuple[Callable[[ParamEvidence], Verdict | None], ...] = (
     _frozen,
     _not_finite,
-    _unreduced_by_fsdp2,
+    _unreduced_by_fsdp,
     _missing_everywhere,
     _differs_between_replicas,
     _missing_on_ranks,
     _one_factor,
     _lower_precision,
+    _reduced_shards,
     _factor_by_rank,
 )
 
@@ -466,6 +499,7 @@ def apply_to_all(evidences: Sequence[ParamEvidence], verdicts: dict[str, Verdict
         if factors[-1] - factors[0] <= margin:
             for name in scaled:
                 verdicts[name] = verdicts[name]._replace(cause=OTHER_COUNT)
+    _follow_later_causes(evidences, verdicts)
     differs = [name for name in unknown if verdicts[name].cause != LOWER_PRECISION]
     if len(unknown) >= needed and differs:
         for evidence in trained:
@@ -474,6 +508,27 @@ def apply_to_all(evidences: Sequence[ParamEvidence], verdicts: dict[str, Verdict
                 axes = _reducing_axes(evidence)
                 factor = evidence.factor
                 verdicts[name] = Verdict(OTHER_COUNT, axes, factor, detail="a weight on each rank")
+
+
+def _follow_later_causes(evidences: Sequence[ParamEvidence], verdicts: dict[str, Verdict]) -> None:
+    """Give parameters without a cause the cause of a later one, which the backward pass met first.
+
+    The gradient of an activation that is wrong on some ranks makes all earlier gradients wrong, by
+    no factor.
+    """
+    later: tuple[str, Verdict] | None = None
+    for evidence in reversed(evidences):
+        name = evidence.param.name
+        verdict = verdicts.get(name)
+        if verdict is None:
+            continue
+        if verdict.cause == NOT_REDUCED and verdict.axes:
+            later = name, verdict
+        elif verdict.cause == UNKNOWN and later is not None:
+            detail = f"follows from {later[0]}"
+            verdicts[name] = verdict._replace(
+                cause=later[1].cause, axes=later[1].axes, detail=detail
+            )
 
 
 # -- axes ------------------------------------------------------------------------------------------
@@ -499,11 +554,22 @@ def _adds_up(evidence: ParamEvidence, axes: Sequence[Axis]) -> bool:
         sums.append((total, rank.reference_sketch))
         mean = total / len(replicas)
         difference_sq += float((rank.sketch - mean).square().sum())
-    reference_sq = sum(float(reference.square().sum()) for _, reference in sums)
-    factor = sum(float(total.dot(reference)) for total, reference in sums) / reference_sq
-    error_sq = sum(float((total - factor * reference).square().sum()) for total, reference in sums)
+    factor = _fit_factor(sums)
     allowed_sq = 16 * sum(rank.allowed_sq for rank in evidence.ranks) * max(factor**2, 1.0)
-    return error_sq <= max(allowed_sq, 1e-4 * difference_sq)
+    return _fit_error(sums) <= max(allowed_sq, 1e-4 * difference_sq)
+
+
+def _fit_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the factor of the second sketches that fits best to the first ones."""
+    norm_sq = sum(float(expected.square().sum()) for _, expected in pairs)
+    dot = sum(float(actual.dot(expected)) for actual, expected in pairs)
+    return dot / norm_sq if norm_sq else 0.0
+
+
+def _fit_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the squared difference that the best factor leaves."""
+    factor = _fit_factor(pairs)
+    return sum(float((actual - factor * expected).square().sum()) for actual, expected in pairs)
 
 
 def _axes_of_factor(evidence: ParamEvidence, factor: float, margin: float) -> tuple[str, ...]:
@@ -523,8 +589,9 @@ def _axes_by_likelihood(evidence: ParamEvidence) -> Iterator[tuple[Axis, ...]]:
     """Yield single axes and then pairs: shards without data parallel, replicas, data parallel."""
     numbers = {rank.rank for rank in evidence.ranks}
 
-    def order(axis: Axis) -> tuple[bool, bool]:
-        return axis.is_data_parallel, axis.name not in evidence.sharded_axes
+    def order(axis: Axis) -> tuple[bool, bool, bool]:
+        is_sharded = axis.name in evidence.sharded_axes
+        return axis.is_data_parallel, not is_sharded, not axis.is_model_parallel
 
     axes = [axis for axis in evidence.axes if any(numbers & set(group) for group in axis.groups)]
     axes.sort(key=order)
