@@ -222,7 +222,7 @@ class FSDPUnit:
 
     @property
     def has_partly_reduced_gradients(self) -> bool:
-        """Whether HSDP has gradients that it reduced over its shards and not over its replicas."""
+        """True if HSDP has reduced gradients over its shards and not over its replicas."""
         return any(
             _read(group, "_partial_reduce_output") is not None for group in self.param_groups
         )

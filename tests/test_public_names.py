@@ -95,6 +95,7 @@ COLLECTIVE = {
     "StepGuardBase.step_all",
     "StepGuardBase.unscale_",
     "clip_grad_norm_",
+    "compare_gradients",
     "find_first_nonfinite",
     "initialize",
     "logprob_mismatch",

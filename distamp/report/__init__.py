@@ -1,12 +1,9 @@
 """Reports on the precisions of a step: ops, contracts, and numbers that are not finite."""
 
-from distamp.report.compare_gradients import (
-    GradientComparison,
-    GradientRow,
-    compare_gradients,
-)
+from distamp.report.compare_gradients import compare_gradients
 from distamp.report.contract import ContractReport, PrecisionContract
 from distamp.report.findings import Finding, Findings
+from distamp.report.gradient_comparison import GradientComparison, GradientRow
 from distamp.report.logprob_mismatch import LogprobMismatch, logprob_mismatch
 from distamp.report.lost_updates import LostUpdates, lost_updates
 from distamp.report.nonfinite import NonFiniteOrigin, TensorRange

@@ -47,7 +47,7 @@ class FlatParams:
     """The flat parameter of one ``FullyShardedDataParallel``.
 
     Args:
-        module: The module; it has parameters of its own if `find` returns an object.
+        module: The module, for which `find` returns an object if it has a flat parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +62,7 @@ class FlatParams:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks hold shards, as under all strategies except NO_SHARD."""
+        """True if the ranks hold shards, as under all strategies except NO_SHARD."""
         return bool(self._handle.uses_sharded_strategy)
 
     @property
@@ -76,7 +76,7 @@ class FlatParams:
 
     @property
     def has_unreduced_gradient(self) -> bool:
-        """Whether the gradient is whole, as after a backward pass in ``no_sync()``."""
+        """True if the gradient is not sharded, as after a backward pass in ``no_sync()``."""
         grad = self.flat_param.grad
         return self.is_sharded and grad is not None and grad.numel() > self.flat_param.numel()
 
@@ -101,7 +101,7 @@ class FlatParams:
         """Drop the gradient, with the shard that torch keeps from passes before ``no_sync()``."""
         self.flat_param.grad = None
         if hasattr(self.flat_param, "_saved_grad_shard"):
-            del self.flat_param._saved_grad_shard
+            delattr(self.flat_param, "_saved_grad_shard")
         for shard in self.shards():
             if shard.original is not None:
                 shard.original.grad = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "FSDP1",
     "FSDP2",
     "Axis",
+    "Holder",
     "LayoutPlan",
     "ParamPart",
     "ReferenceParam",
@@ -51,6 +52,17 @@ FSDP2 = "FSDPModule"
 SHARDED_DDP = "ShardedDataParallel"
 
 
+#: Numbers of ranks in the default group.
+_Ranks = tuple[int, ...]
+_Shape = tuple[int, ...]
+#: Dimension, start and length.
+_Slice = tuple[int, int, int]
+#: A parameter of the reference with all its names.
+_NamedParam = tuple["ReferenceParam", Sequence[str]]
+#: The shapes of all ranks' parts, by name and rank.
+_Shapes = dict[tuple[str, int], _Shape]
+
+
 # -- the vocabulary --------------------------------------------------------------------------------
 
 
@@ -63,23 +75,24 @@ class Region:
         flat: Start and end in the flattened tensor, or None.
     """
 
-    slices: tuple[tuple[int, int, int], ...] = ()
+    slices: tuple[_Slice, ...] = ()
     flat: tuple[int, int] | None = None
 
-    def select(self, whole: Tensor) -> Tensor:
-        """Return the region of a whole tensor, as a view if the whole is contiguous."""
+    def select(self, tensor: Tensor) -> Tensor:
+        """Return the region of a whole tensor, as a view if the tensor is contiguous."""
         for dim, start, length in self.slices:
-            whole = whole.narrow(dim, start, length)
+            tensor = tensor.narrow(dim, start, length)
         if self.flat is not None:
             start, end = self.flat
-            whole = whole.reshape(-1)[start:end]
-        return whole
+            tensor = tensor.reshape(-1)[start:end]
+        return tensor
 
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the region of a tensor of the shape ``whole``."""
+    def shape(self, full_shape: Sequence[int]) -> _Shape:
+        """Return the shape of the region of a tensor of the shape ``full_shape``."""
         if self.flat is not None:
-            return (self.flat[1] - self.flat[0],)
-        shape = list(whole)
+            start, end = self.flat
+            return (end - start,)
+        shape = list(full_shape)
         for dim, _, length in self.slices:
             shape[dim] = length
         return tuple(shape)
@@ -97,7 +110,7 @@ class Axis:
     """
 
     name: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[_Ranks, ...]
     is_data_parallel: bool = False
     is_model_parallel: bool = False
 
@@ -106,7 +119,7 @@ class Axis:
         """The number of ranks in a group."""
         return max(map(len, self.groups))
 
-    def peers(self, rank: int) -> tuple[int, ...]:
+    def peers(self, rank: int) -> _Ranks:
         """Return the ranks in the group of a rank."""
         for group in self.groups:
             if rank in group:
@@ -126,7 +139,7 @@ class ReferenceParam:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: _Shape
     dtype: torch.dtype
     requires_grad: bool
 
@@ -134,6 +147,11 @@ class ReferenceParam:
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """The name of the module that has the parameter."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass
@@ -145,7 +163,6 @@ class ParamPart:
         param: The parameter with the gradient, or the flat parameter that contains it.
         region: The rank's region, or None if the shapes of the ranks decide it.
         offset: Start and length in a flat parameter, or None.
-        shard_ranks: Ranks that have the other shards, as ``shard_group_fn`` declares them.
         shard_groups: The groups of ranks over which the parameter is sharded.
         owner_only: Whether the wrapper leaves the gradient on one rank.
         flat_params: The flat parameter of FSDP1 that contains it, or None.
@@ -155,8 +172,7 @@ class ParamPart:
     param: Tensor
     region: Region | None
     offset: tuple[int, int] | None = None
-    shard_ranks: tuple[int, ...] = ()
-    shard_groups: tuple[tuple[int, ...], ...] = ()
+    shard_groups: tuple[_Ranks, ...] = ()
     owner_only: bool = False
     flat_params: FlatParams | None = None
 
@@ -166,19 +182,19 @@ class ParamPart:
         return self._region_of(to_local(self.param.detach()))
 
     @property
-    def unreduced_ranks(self) -> tuple[int, ...]:
+    def unreduced_ranks(self) -> _Ranks:
         """The ranks over which FSDP1 did not reduce the gradient, which then is whole."""
         if self.flat_params is None or not self.flat_params.has_unreduced_gradient:
             return ()
-        return tuple(dist.get_process_group_ranks(self.flat_params.groups["dp"]))
+        return _ranks_of(self.flat_params.groups["dp"])
 
     @property
-    def placements(self) -> str | None:
-        """The placements of a gradient that is a DTensor of another layout, as text."""
+    def has_other_placements(self) -> bool:
+        """True if the gradient is a DTensor with other placements than the parameter."""
         grad = self.param.grad
-        if not (is_dtensor(grad) and is_dtensor(self.param)):
-            return None
-        return str(grad.placements) if grad.placements != self.param.placements else None
+        if not is_dtensor(grad) or not is_dtensor(self.param):
+            return False
+        return grad.placements != self.param.placements
 
     def grad(self, redistribute: bool = False) -> Tensor | None:
         """Return the gradient of the rank's region, or None.
@@ -210,7 +226,6 @@ class ParamPart:
             tuple(weight.shape),
             weight.dtype,
             self.region,
-            self.shard_ranks,
             self.shard_groups,
         )
 
@@ -220,11 +235,14 @@ class _PartInfo:
     """A description of a `ParamPart` in a message."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: _Shape
     dtype: torch.dtype
     region: Region | None
-    shard_ranks: tuple[int, ...]
-    shard_groups: tuple[tuple[int, ...], ...]
+    shard_groups: tuple[_Ranks, ...]
+
+
+#: The descriptions of a rank's parts, and its axes.
+_RankInfo = tuple[Sequence[_PartInfo], Sequence[Axis]]
 
 
 # -- the parts of a model --------------------------------------------------------------------------
@@ -239,7 +257,7 @@ def reference_params(model: nn.Module) -> dict[str, Tensor]:
     params: dict[str, Tensor] = {}
     for row in model_tensors(module_names(model)):
         if row.kind == "parameter":
-            if is_dtensor(row.tensor) or getattr(row.tensor, "_is_flat_param", False):
+            if is_dtensor(row.tensor) or _is_flat(row.tensor):
                 raise ConfigError(
                     f"reference_model has the sharded parameter {row.name}. Pass a model that one "
                     "process holds, without FSDP and without parallelize_module."
@@ -260,7 +278,7 @@ def find_parts(
     Args:
         models: The sharded model, or the pipeline stages that the rank has.
         shard_group_fn: Returns over which ranks a plain parameter is sharded.
-        mesh: A mesh whose dimensions name further axes.
+        mesh: A mesh with the names of further axes.
         group_ranks: The ranks of the comparison.
         reference_name_fn: Returns the name of a parameter in the reference.
     """
@@ -270,20 +288,19 @@ def find_parts(
     for model in models:
         names = module_names(model)
         flat_parts, flat_axes = _flat_parts(names)
+        parts += flat_parts.values()
         axes += flat_axes
         seen.update(flat_parts)
-        parts += flat_parts.values()
         owner_only = any(is_wrapper(module, SHARDED_DDP) for module in names)
         for row in model_tensors(names):
             param = row.tensor
-            is_flat = getattr(param, "_is_flat_param", False)
-            if row.kind != "parameter" or id(param) in seen or is_flat:
+            if row.kind != "parameter" or id(param) in seen or _is_flat(param):
                 continue
             seen.add(id(param))
             part = ParamPart(row.name, param, Region(), owner_only=owner_only)
+            parts.append(part)
             if is_dtensor(param):
-                param_axes = _mesh_axes(param.device_mesh)
-                axes += param_axes
+                axes += _mesh_axes(param.device_mesh)
                 part.region = _dtensor_region(row.name, param)
                 part.shard_groups = _shard_groups(param)
             elif shard_group_fn is not None:
@@ -291,14 +308,16 @@ def find_parts(
                 if shard_axis is not None:
                     axes.append(shard_axis)
                     part.region = None
-                    part.shard_ranks = shard_axis.groups[0]
                     part.shard_groups = shard_axis.groups
-            parts.append(part)
-        axes += _wrapper_axes(names, group_ranks)
+        axes += _wrapper_axes(names)
     if reference_name_fn is not None:
         for part in parts:
             part.name = reference_name_fn(part.name)
     return parts, axes
+
+
+def _is_flat(param: Tensor) -> bool:
+    return getattr(param, "_is_flat_param", False)
 
 
 def is_wrapper(module: nn.Module, class_name: str) -> bool:
@@ -313,8 +332,8 @@ def _mesh_axes(mesh: DeviceMesh | None) -> list[Axis]:
         return axes
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:
-            ranks = dist.get_process_group_ranks(mesh.get_group(dim))
-            axes.append(Axis(_mesh_dim_name(mesh, dim), (tuple(ranks),)))
+            ranks = _ranks_of(mesh.get_group(dim))
+            axes.append(Axis(_mesh_dim_name(mesh, dim), (ranks,)))
     return axes
 
 
@@ -323,18 +342,16 @@ def _mesh_dim_name(mesh: DeviceMesh, dim: int) -> str:
     return f"mesh dimension {dim}" if names is None else names[dim]
 
 
-def _shard_groups(param: Any) -> tuple[tuple[int, ...], ...]:
-    groups: list[tuple[int, ...]] = []
+def _shard_groups(param: Any) -> tuple[_Ranks, ...]:
+    groups: list[_Ranks] = []
     for dim, placement in enumerate(param.placements):
         if not placement.is_replicate():
             group = param.device_mesh.get_group(dim)
-            groups.append(tuple(dist.get_process_group_ranks(group)))
+            groups.append(_ranks_of(group))
     return tuple(groups)
 
 
-def _declared_axis(
-    declaration: bool | ProcessGroup | DeviceMesh | None, group_ranks: Sequence[int]
-) -> Axis | None:
+def _declared_axis(declaration: Any, group_ranks: Sequence[int]) -> Axis | None:
     """Return the axis over which a user's function declares a plain parameter sharded."""
     if declaration is None or declaration is False:
         return None
@@ -344,17 +361,17 @@ def _declared_axis(
         ranks = tuple(int(rank) for rank in declaration.mesh.flatten())
         names = declaration.mesh_dim_names or ("shards",)
         return Axis(", ".join(names), (ranks,)) if len(ranks) > 1 else None
-    ranks = tuple(dist.get_process_group_ranks(declaration))
+    ranks = _ranks_of(declaration)
     name = str(getattr(declaration, "group_desc", "")).removeprefix("mesh_")
     axis_name = "shards" if name in _NO_NAMES else name
     return Axis(axis_name, (ranks,)) if len(ranks) > 1 else None
 
 
-def _wrapper_axes(names: Mapping[nn.Module, str], group_ranks: Sequence[int]) -> list[Axis]:
+def _wrapper_axes(names: Mapping[nn.Module, str]) -> list[Axis]:
     """Return the axes over which wrappers reduce gradients."""
     axes: list[Axis] = []
     for module in names:
-        groups: list[ProcessGroup | None] = []
+        groups: list[Any] = []
         if is_wrapper(module, DDP) or is_wrapper(module, SHARDED_DDP):
             groups = [getattr(module, "process_group", None)]
         elif is_wrapper(module, FSDP2):
@@ -363,44 +380,44 @@ def _wrapper_axes(names: Mapping[nn.Module, str], group_ranks: Sequence[int]) ->
                 groups = [unit.shard_group, unit.replicate_group]
         for group in groups:
             if group is not None and group.size() > 1:
-                ranks = tuple(dist.get_process_group_ranks(group))
-                axes.append(Axis("dp", (ranks,), is_data_parallel=True))
+                axes.append(Axis("dp", (_ranks_of(group),), is_data_parallel=True))
     return axes
 
 
 def _dtensor_region(name: str, param: Any) -> Region:
     """Return this rank's region of a DTensor.
 
-    FSDP2 shards a dimension that tensor parallel has sharded already, which torch writes as a
-    placement with a split factor in front of the other one. Such placements come last here.
+    FSDP2 shards a dimension that tensor parallel has sharded already. torch writes its placement
+    first and with a split factor. In the order of the sharding, such placements come last.
 
     Raises:
         ConfigError: The local shape is another, because the layout follows another rule.
     """
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate()
-    local_shape = tuple(to_local(param.detach()).shape)
     if coordinate is None:
-        return Region(((0, 0, 0),) if param.dim() else (), None if param.dim() else (0, 0))
+        return Region(flat=(0, 0))
     plain: list[int] = []
     strided: list[int] = []
     for mesh_dim, placement in enumerate(param.placements):
-        if placement.is_replicate():
-            continue
-        if not hasattr(placement, "dim"):
+        if hasattr(placement, "split_factor"):
+            strided.append(mesh_dim)
+        elif hasattr(placement, "dim"):
+            plain.append(mesh_dim)
+        elif not placement.is_replicate():
             raise ConfigError(
                 f"{name} is placed as {param.placements}. compare_gradients() compares parameters "
                 "that are replicated or sharded."
             )
-        (strided if hasattr(placement, "split_factor") else plain).append(mesh_dim)
     sizes = list(param.shape)
-    slices: list[tuple[int, int, int]] = []
+    slices: list[_Slice] = []
     for mesh_dim in [*plain, *reversed(strided)]:
         dim = param.placements[mesh_dim].dim
         chunk = math.ceil(sizes[dim] / mesh.size(mesh_dim))
         start = min(coordinate[mesh_dim] * chunk, sizes[dim])
         sizes[dim] = min(chunk, sizes[dim] - start)
         slices.append((dim, start, sizes[dim]))
+    local_shape = tuple(to_local(param.detach()).shape)
     if tuple(sizes) != local_shape:
         raise ConfigError(
             f"{name} is placed as {param.placements} on {mesh}, and this rank holds a shape of "
@@ -420,27 +437,27 @@ def _flat_parts(names: Mapping[nn.Module, str]) -> tuple[dict[int, ParamPart], l
             continue
         for axis_name, group in flat_params.groups.items():
             if group.size() > 1:
-                ranks = tuple(dist.get_process_group_ranks(group))
-                axes.append(Axis(axis_name, (ranks,), is_data_parallel=True))
-        shard_groups: tuple[tuple[int, ...], ...] = ()
-        if flat_params.is_sharded:
-            shard_groups = (tuple(dist.get_process_group_ranks(flat_params.groups["dp"])),)
+                axes.append(Axis(axis_name, (_ranks_of(group),), is_data_parallel=True))
+        shard_groups = (_ranks_of(flat_params.groups["dp"]),) if flat_params.is_sharded else ()
         for shard in flat_params.shards():
             name = f"{names[shard.owner]}.{shard.leaf}".lstrip(".")
-            first = shard.first
-            if first is None and shard.original is None:
-                first = 0
-            region = Region()
-            if first is not None:
-                region = Region(flat=(first, first + shard.length))
-            part = ParamPart(name, flat_params.flat_param, region, shard_groups=shard_groups)
+            part = ParamPart(name, flat_params.flat_param, Region(), shard_groups=shard_groups)
             part.flat_params = flat_params
-            if shard.original is None:
-                part.offset = shard.start, shard.length
-            else:
+            if shard.first is not None:
+                part.region = Region(flat=(shard.first, shard.first + shard.length))
+            if shard.original is not None:
                 part.param = shard.original
-            parts[id(shard.original) if shard.original is not None else id(part)] = part
+                parts[id(shard.original)] = part
+                continue
+            part.offset = shard.start, shard.length
+            if part.region == Region():
+                part.region = Region(flat=(0, shard.length))
+            parts[id(part)] = part
     return parts, axes
+
+
+def _ranks_of(group: ProcessGroup) -> _Ranks:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 # -- the plan that all ranks share -----------------------------------------------------------------
@@ -460,74 +477,105 @@ class Holder:
     position: int
     region: Region
     dtype: torch.dtype
-    shard_groups: tuple[tuple[int, ...], ...]
+    shard_groups: tuple[_Ranks, ...]
 
 
-@dataclass
 class LayoutPlan:
     """The holders of each parameter, equal on all ranks.
 
+    Args:
+        ranks: The ranks of the group, as numbers of the default group.
+
     Attributes:
+        ranks: The same ranks.
         params: The parameters of the reference, in its order.
+        first_names: The first name of each parameter of the reference, by all names.
         holders: The ranks that hold a part of each parameter, by name.
         axes: The axes of all layouts, each with the groups of all ranks.
-        ranks: The ranks of the group, as numbers of the default group.
     """
 
-    params: list[ReferenceParam]
-    holders: dict[str, list[Holder]]
-    axes: list[Axis]
-    ranks: list[int] = field(default_factory=list)
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self.params: list[ReferenceParam] = []
+        self.first_names: dict[str, str] = {}
+        self.holders: dict[str, list[Holder]] = {}
+        self.axes: list[Axis] = []
 
     @classmethod
     def make(
         cls,
-        reference: Sequence[tuple[ReferenceParam, tuple[str, ...]]],
-        infos: Sequence[tuple[Sequence[_PartInfo], Sequence[Axis]]],
+        reference: Sequence[_NamedParam],
+        infos: Sequence[_RankInfo],
         ranks: Sequence[int],
     ) -> LayoutPlan:
         """Compare the parts of all ranks with the reference.
 
         Args:
-            reference: The parameters of the reference, with their further names.
+            reference: The parameters of the reference, with all their names.
             infos: The descriptions of all ranks' parts, and their axes.
             ranks: The ranks of the group.
 
         Raises:
             ConfigError: Names or shapes do not match, on every rank.
         """
-        params = [param for param, _ in reference]
-        plan = cls(params, {param.name: [] for param in params}, [], list(ranks))
-        by_name: dict[str, ReferenceParam] = {}
+        plan = cls(ranks)
         for param, names in reference:
-            by_name.update(dict.fromkeys(names, param))
-        shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+            plan.params.append(param)
+            plan.holders[param.name] = []
+            plan.first_names.update(dict.fromkeys(names, param.name))
+        shapes: _Shapes = {}
+        for rank, (parts, _) in zip(ranks, infos, strict=True):
+            for part in parts:
+                shapes[part.name, rank] = part.shape
         for position, (parts, _) in enumerate(infos):
             for part in parts:
-                shapes[part.name, ranks[position]] = part.shape
-        for position, (parts, _) in enumerate(infos):
-            for part in parts:
-                target = by_name.get(part.name)
-                if target is None:
-                    raise ConfigError(
-                        f"The reference has no parameter {part.name!r}, which rank "
-                        f"{ranks[position]} holds. {similar_names(part.name, list(by_name))} "
-                        "Return the reference's name from reference_name_fn=."
-                    )
-                region = part.region
-                if region is None:
-                    region = _declared_region(part, target, ranks[position], shapes)
-                _check_shape(part, target, region, ranks[position])
-                if math.prod(part.shape):
-                    holder = Holder(position, region, part.dtype, part.shard_groups)
-                    plan.holders[target.name].append(holder)
-        plan._check_coverage()
-        sharded: set[tuple[int, ...]] = set()
-        for holders in plan.holders.values():
-            for holder in holders:
-                sharded.update(holder.shard_groups)
-        plan.axes = _merge_axes([axes for _, axes in infos], ranks, sharded)
+                plan.add_part(part, position, shapes)
+        plan.check_coverage()
+        plan.axes = _merge_axes([axes for _, axes in infos], ranks, plan.shard_groups())
         return plan
+
+    def add_part(self, part: _PartInfo, position: int, shapes: _Shapes) -> None:
+        """Add the part of the rank at a position.
+
+        Args:
+            part: The description of the part.
+            position: The place of the rank in the group.
+            shapes: The shapes of all ranks' parts, by name and rank.
+
+        Raises:
+            ConfigError: The reference has no such parameter, or another shape.
+        """
+        rank = self.ranks[position]
+        name = self.first_names.get(part.name)
+        if name is None:
+            hint = similar_names(part.name, list(self.first_names))
+            raise ConfigError(
+                f"The reference has no parameter {part.name!r}, which rank {rank} holds. {hint} "
+                "Return the reference's name from reference_name_fn=."
+            )
+        target = next(param for param in self.params if param.name == name)
+        region = part.region
+        if region is None:
+            region = _declared_region(part, target, rank, shapes)
+        _check_shape(part, target, region, rank)
+        if math.prod(part.shape):
+            holder = Holder(position, region, part.dtype, part.shard_groups)
+            self.holders[name].append(holder)
+
+    def shard_groups(self) -> set[_Ranks]:
+        """Return all groups of ranks over which a parameter is sharded."""
+        groups: set[_Ranks] = set()
+        for holders in self.holders.values():
+            for holder in holders:
+                groups.update(holder.shard_groups)
+        return groups
+
+    def holder_at(self, name: str, position: int) -> Holder | None:
+        """Return the holder of a parameter at a position, or None."""
+        for holder in self.holders[name]:
+            if holder.position == position:
+                return holder
+        return None
 
     def sharded_axes(self, name: str) -> tuple[str, ...]:
         """Return the names of the axes over which a parameter is sharded."""
@@ -539,7 +587,8 @@ class LayoutPlan:
                     break
         return tuple(names)
 
-    def _check_coverage(self) -> None:
+    def check_coverage(self) -> None:
+        """Raise if the ranks do not hold all elements of a parameter."""
         for param in self.params:
             regions = {holder.region for holder in self.holders[param.name]}
             held = sum(math.prod(region.shape(param.shape)) for region in regions)
@@ -565,13 +614,13 @@ def _declared_region(
     part: _PartInfo,
     target: ReferenceParam,
     rank: int,
-    shapes: Mapping[tuple[str, int], tuple[int, ...]],
+    shapes: _Shapes,
 ) -> Region:
-    """Return the region of a shard whose dimension is the one in which the reference is larger."""
+    """Return the region of a shard, which is shorter than the reference in one dimension."""
     differing = []
     if len(part.shape) == len(target.shape):
-        for dim, (size, whole) in enumerate(zip(part.shape, target.shape, strict=True)):
-            if size != whole:
+        for dim, size in enumerate(part.shape):
+            if size != target.shape[dim]:
                 differing.append(dim)
     if len(differing) != 1:
         raise ConfigError(
@@ -582,45 +631,54 @@ def _declared_region(
         )
     dim = differing[0]
     start = 0
-    for peer in part.shard_ranks:
+    for peer in part.shard_groups[0]:
         if peer == rank:
             break
         shape = shapes.get((part.name, peer))
-        start += 0 if shape is None else shape[dim]
+        if shape is not None:
+            start += shape[dim]
     return Region(((dim, start, part.shape[dim]),))
 
 
 def _merge_axes(
-    axes_by_rank: Sequence[Sequence[Axis]],
-    ranks: Sequence[int],
-    sharded: Collection[tuple[int, ...]],
+    axes_by_rank: Sequence[Sequence[Axis]], ranks: Sequence[int], shard_groups: Collection[_Ranks]
 ) -> list[Axis]:
     """Return each axis once, with the groups that all ranks have; names of meshes come first."""
-    groups_by_name: dict[tuple[str, bool], dict[tuple[int, ...], None]] = {}
-    data_parallel: set[tuple[int, ...]] = set()
+    groups_by_key: dict[tuple[bool, str], list[_Ranks]] = {}
     for axes in axes_by_rank:
         for axis in axes:
-            key = axis.name, axis.is_data_parallel
-            groups_by_name.setdefault(key, {}).update(dict.fromkeys(axis.groups))
-            if axis.is_data_parallel:
-                data_parallel.update(axis.groups)
+            key = axis.is_data_parallel, axis.name
+            groups_by_key.setdefault(key, []).extend(axis.groups)
+    data_parallel: set[_Ranks] = set()
+    for (is_data_parallel, _), groups in groups_by_key.items():
+        if is_data_parallel:
+            data_parallel.update(groups)
     merged: list[Axis] = []
-    known: set[tuple[int, ...]] = set()
-    members = set(ranks)
-    for name, is_wrapper in sorted(groups_by_name, key=lambda key: key[1]):
-        groups = groups_by_name[name, is_wrapper]
-        kept = [group for group in groups if members.issuperset(group) and group not in known]
-        if kept:
-            known.update(kept)
-            is_data_parallel = any(group in data_parallel for group in kept)
-            if any(axis.name == name for axis in merged):
-                name = f"{name} of the wrapper"
-            is_model_parallel = not is_data_parallel and any(group in sharded for group in kept)
-            merged.append(Axis(name, tuple(kept), is_data_parallel, is_model_parallel))
-    everyone = tuple(ranks)
-    if not merged and len(everyone) > 1:
-        merged.append(Axis("all ranks", (everyone,), is_data_parallel=True))
+    names: set[str] = set()
+    listed: set[_Ranks] = set()
+    for (is_from_wrapper, name), groups in sorted(groups_by_key.items(), key=_is_from_wrapper):
+        new_groups = []
+        for group in dict.fromkeys(groups):
+            if group not in listed and set(ranks).issuperset(group):
+                new_groups.append(group)
+        if not new_groups:
+            continue
+        listed.update(new_groups)
+        if is_from_wrapper and name in names:
+            name = f"{name} of the wrapper"
+        names.add(name)
+        is_data_parallel = not data_parallel.isdisjoint(new_groups)
+        is_sharded = not set(shard_groups).isdisjoint(new_groups)
+        is_model_parallel = is_sharded and not is_data_parallel
+        merged.append(Axis(name, tuple(new_groups), is_data_parallel, is_model_parallel))
+    if not merged and len(ranks) > 1:
+        merged.append(Axis("all ranks", (tuple(ranks),), is_data_parallel=True))
     return merged
+
+
+def _is_from_wrapper(item: tuple[tuple[bool, str], Any]) -> bool:
+    (is_from_wrapper, _), _ = item
+    return is_from_wrapper
 
 
 # -- messages --------------------------------------------------------------------------------------

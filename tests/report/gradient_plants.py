@@ -1,7 +1,7 @@
-"""Forty wrong gradients, planted as people make them, and a score of what the comparison says.
+"""Forty wrong gradients, planted as people make them, and a score of the comparison.
 
-The list was written before the comparison had run on any of them. A plant says which parameters
-are wrong, by what factor, and on which axis. ``python -m tests.report.gradient_plants`` runs all
+The list was written before the comparison had run on a plant. A plant names the wrong parameters,
+their factor and their axis. ``python -m tests.report.gradient_plants`` runs all
 of them and prints a table.
 
 A plant is found if all parameters that it makes wrong are accused, and no others. It is explained
@@ -59,7 +59,7 @@ class Plant:
         name: The mechanism.
         is_public: Whether a public thread reports the mechanism.
         ranks: The number of ranks.
-        wrong: Patterns of the parameters whose gradient is wrong.
+        wrong: Patterns of the parameters with a wrong gradient.
         factor: The factor of the reference, or None if there is no single one.
         axis: The axis to which the cause belongs, or "" if it belongs to none.
         causes: The causes that are right.
@@ -127,7 +127,7 @@ def _left_out_by_hand() -> Case:
 
 
 def _local_mean_of_tokens() -> Case:
-    """Half of the first rank's targets are padding, and each rank divides by its own count."""
+    """Half of the first rank's targets are padding, and each rank divides by its local count."""
     case = _ddp()
     tokens, targets = tokens_and_targets()
     targets[:4, 2:] = -100
@@ -159,7 +159,7 @@ def _sum_hook(state, bucket):  # annotations as text, which DDP refuses
 
 
 def _bf16_hook(state, bucket):  # annotations as text, which DDP refuses
-    """What torch's bf16_compress_hook does, which DDP refuses where there is no NCCL."""
+    """Average in bf16, like torch's bf16_compress_hook, which DDP refuses without NCCL."""
     buffer = bucket.buffer()
     small = buffer.to(BF16).div_(dist.get_world_size())
     future = dist.all_reduce(small, async_op=True).get_future()
@@ -286,11 +286,11 @@ def hand_case(
     region: torch.dtype | None = None,
     auxiliary: Callable[[HandNet], Tensor] | None = None,
 ) -> Case:
-    """A step of `HandNet`, whose training code reduces gradients over tp and then over dp.
+    """A step of `HandNet`, with training code that reduces gradients over tp and then over dp.
 
     Args:
         shape: The shape of the mesh.
-        names: Its dimensions, of which "tp" is one.
+        names: Its dimensions, with "tp" among them.
         change: Changes the sharded model.
         finish: Reduces the gradients; rightly if None.
         loss: The loss of this rank's positions from logits, targets and the number of tokens of the
@@ -392,7 +392,7 @@ def _norms_in_bf16(model: HandNet, grid: Any) -> None:
 
 
 def _gather_without_reduction(model: HandNet) -> None:
-    """The gather of block 1 passes each rank its own gradient in backward, without the sum."""
+    """The gather of block 1 passes each rank the local gradient in backward, without the sum."""
     model.blocks[1].reduces = False
 
 
@@ -425,7 +425,7 @@ def expert_case(
     ranks: int = 2,
     region: torch.dtype | None = None,
 ) -> Case:
-    """A step of `ExpertNet`, whose ranks have experts and tokens of their own."""
+    """A step of `ExpertNet`; each rank has other experts and other tokens."""
     grid = mesh((ranks,), ("ep",))
     group = grid.get_group()
     model, reference = ExpertNet(group), other_weights(ExpertNet())
@@ -582,350 +582,352 @@ ALL = ("*",)
 NORMS = ("blocks.*.norm.*",)
 EXPERTS = ("experts.*",)
 SHARDS = ("blocks.*.up.*", "blocks.*.down.*")
-PLANTS: tuple[Plant, ...] = (
-    Plant(
-        "no_sync on the last micro-batch",
-        True,
-        2,
-        ALL,
-        1.0,
-        "dp",
-        NOT_REDUCED,
-        lambda: _in_two_micro_batches(DistributedDataParallel, _no_sync_on_the_last),
+PLANTS: list[Plant] = []
+
+
+def _plant(name: str, is_public: bool, ranks: int, wrong: tuple[str, ...], *answer: Any) -> None:
+    factor, axis, causes, build = answer
+    PLANTS.append(Plant(name, is_public, ranks, wrong, factor, axis, causes, build))
+
+
+_plant(
+    "no_sync on the last micro-batch",
+    True,
+    2,
+    ALL,
+    1.0,
+    "dp",
+    NOT_REDUCED,
+    lambda: _in_two_micro_batches(DistributedDataParallel, _no_sync_on_the_last),
+)
+_plant(
+    "a parameter that DDP ignores",
+    True,
+    2,
+    ("head.weight",),
+    1.0,
+    "dp",
+    NOT_REDUCED,
+    _ignored_by_ddp,
+)
+_plant(
+    "a parameter left out of the averages",
+    True,
+    2,
+    ("blocks.1.up.bias",),
+    1.0,
+    "all ranks",
+    NOT_REDUCED,
+    _left_out_by_hand,
+)
+_plant("a mean of each rank's own tokens", True, 2, ALL, None, "dp", COUNT, _local_mean_of_tokens)
+_plant(
+    "micro-batches that are not divided",
+    True,
+    3,
+    ALL,
+    2.0,
+    "",
+    COUNT,
+    lambda: _in_two_micro_batches(
+        DistributedDataParallel, lambda *_: contextlib.nullcontext(), divisor=1
     ),
-    Plant(
-        "a parameter that DDP ignores",
-        True,
-        2,
-        ("head.weight",),
-        1.0,
-        "dp",
-        NOT_REDUCED,
-        _ignored_by_ddp,
-    ),
-    Plant(
-        "a parameter left out of the averages",
-        True,
-        2,
-        ("blocks.1.up.bias",),
-        1.0,
-        "all ranks",
-        NOT_REDUCED,
-        _left_out_by_hand,
-    ),
-    Plant(
-        "a mean of each rank's own tokens", True, 2, ALL, None, "dp", COUNT, _local_mean_of_tokens
-    ),
-    Plant(
-        "micro-batches that are not divided",
-        True,
-        3,
-        ALL,
-        2.0,
-        "",
-        COUNT,
-        lambda: _in_two_micro_batches(
-            DistributedDataParallel, lambda *_: contextlib.nullcontext(), divisor=1
-        ),
-    ),
-    Plant(
-        "a hook that sums",
-        True,
-        2,
-        ALL,
-        2.0,
-        "dp",
-        (*COUNTED, *COUNT),
-        lambda: _with_hook(_sum_hook),
-    ),
-    Plant(
-        "a loss divided by the world, and DDP's mean",
-        True,
-        2,
-        ALL,
-        0.5,
-        "dp",
-        (*NOT_REDUCED, *COUNT),
-        _divided_by_the_world_too,
-    ),
-    Plant("a bf16 hook", True, 2, ALL, 1.0, "dp", LOWER, lambda: _with_hook(_bf16_hook)),
-    Plant("a fp16 hook", False, 2, ALL, 1.0, "dp", LOWER, lambda: _with_hook(fp16_compress_hook)),
-    Plant(
-        "a loss weighted on one rank", False, 2, ALL, None, "dp", COUNT, _loss_weighted_on_one_rank
-    ),
-    Plant(
-        "an embedding summed again",
-        False,
-        2,
-        ("tok.weight",),
-        2.0,
-        "dp",
-        COUNTED,
-        _embedding_summed_again,
-    ),
-    Plant("inf on one rank", False, 2, ("head.bias",), None, "", NOT_FINITE, _inf_on_one_rank),
-    Plant(
-        "FSDP2 without gradient sync on the last micro-batch",
-        True,
-        2,
-        ALL,
-        None,
-        "dp",
-        NOT_REDUCED,
-        lambda: _in_two_micro_batches(_fsdp2, _fsdp2_sync_stays_off),
-    ),
-    Plant(
-        "FSDP2 that reduces in bf16",
-        True,
-        2,
-        ALL,
-        1.0,
-        "dp",
-        LOWER,
-        lambda: net_case(lambda net: _fsdp2(net, reduce_dtype=BF16)),
-    ),
-    Plant("a block of FSDP2 that sums", True, 2, ("blocks.1.*",), 2.0, "dp", COUNTED, _block_sums),
-    Plant(
-        "a parameter that FSDP2 ignores",
-        True,
-        2,
-        ("head.weight",),
-        1.0,
-        "dp",
-        NOT_REDUCED,
-        _ignored_by_fsdp2,
-    ),
-    Plant(
-        "HSDP whose replicas are not reduced",
-        True,
-        4,
-        ALL,
-        1.0,
-        "replicate",
-        NOT_REDUCED,
-        _replicas_never_reduced,
-    ),
-    Plant("FSDP1 that reduces in bf16", False, 2, ALL, 1.0, "dp", LOWER, _fsdp1_bf16),
-    Plant(
-        "FSDP1 in no_sync on the last micro-batch",
-        True,
-        2,
-        ALL,
-        None,
-        "dp",
-        NOT_REDUCED,
-        lambda: _in_two_micro_batches(_fsdp1, _no_sync_on_the_last),
-    ),
-    Plant(
-        "a norm summed over tp again",
-        True,
-        4,
-        ("blocks.*.norm2.*",),
-        2.0,
-        "tp",
-        COUNTED,
-        _norm_summed_over_tp_again,
-    ),
-    Plant(
-        "a sharded weight divided by its shards",
-        False,
-        4,
-        ("blocks.0.up.weight",),
-        0.5,
-        "tp",
-        NOT_REDUCED,
-        _shards_scaled_on_one_axis,
-    ),
-    Plant(
-        "norms of sequence parallel not reduced",
-        True,
-        2,
-        NORMS,
-        0.5,
-        "tp",
-        NOT_REDUCED,
-        lambda: hand_case(finish=_left_out_of_tp(*NORMS)),
-    ),
-    Plant(
-        "a gate not reduced over tp",
-        True,
-        2,
-        ("gate.weight",),
-        0.5,
-        "tp",
-        NOT_REDUCED,
-        lambda: hand_case(finish=_left_out_of_tp("gate.*")),
-    ),
-    Plant(
-        "a bias summed over tp twice",
-        False,
-        2,
-        ("blocks.0.bias",),
-        2.0,
-        "tp",
-        COUNTED,
-        lambda: hand_case(finish=_bias_summed_twice),
-    ),
-    Plant(
-        "a head averaged over tp",
-        False,
-        2,
-        ("head.*",),
-        0.5,
-        "tp",
-        NOT_REDUCED,
-        lambda: hand_case(finish=_head_averaged),
-    ),
-    Plant(
-        "a loss of local positions, summed over tp",
-        True,
-        2,
-        ALL,
-        2.0,
-        "tp",
-        (*COUNT, *COUNTED),
-        lambda: hand_case(loss=_loss_of_local_positions),
-    ),
-    Plant(
-        "a gather whose backward does not reduce",
-        True,
-        2,
-        ("tok.*", "gate.*", "blocks.0.*", "blocks.1.norm.*"),
-        None,
-        "tp",
-        ANY,
-        lambda: hand_case(change=_gather_without_reduction),
-    ),
-    Plant(
-        "a shard frozen on one rank",
-        True,
-        2,
-        ("blocks.0.up.weight",),
-        None,
-        "tp",
-        FROZEN,
-        lambda: hand_case(change=_freeze_on_rank_1),
-    ),
-    Plant(
-        "a shard detached on one rank",
-        False,
-        2,
-        ("blocks.1.down.weight",),
-        None,
-        "tp",
-        MISSING,
-        lambda: hand_case(change=_detach_on_rank_1),
-    ),
-    Plant(
-        "a gate not reduced over dp",
-        True,
-        4,
-        ("gate.weight",),
-        1.0,
-        "dp",
-        NOT_REDUCED,
-        lambda: hand_case((2, 2), ("dp", "tp"), finish=_gate_left_out_of_dp),
-    ),
-    Plant(
-        "a gate not reduced over dp and tp",
-        True,
-        4,
-        ("gate.weight",),
-        0.5,
-        "dp and tp",
-        NOT_REDUCED,
-        lambda: hand_case((2, 2), ("dp", "tp"), finish=_gate_left_out_of_both),
-    ),
-    Plant(
-        "a gate averaged over the world",
-        True,
-        4,
-        ("gate.weight",),
-        0.5,
-        "tp",
-        NOT_REDUCED,
-        lambda: hand_case((2, 2), ("dp", "tp"), finish=_gate_averaged_over_the_world),
-    ),
-    Plant(
-        "an auxiliary loss times tp",
-        True,
-        2,
-        ("gate.weight",),
-        None,
-        "tp",
-        ANY,
-        lambda: hand_case(auxiliary=_router_loss),
-    ),
-    Plant(
-        "norms reduced in bf16 over tp",
-        True,
-        2,
-        NORMS,
-        1.0,
-        "tp",
-        LOWER,
-        lambda: hand_case(finish=_norms_in_bf16),
-    ),
-    Plant(
-        "experts not divided by the ranks",
-        True,
-        2,
-        EXPERTS,
-        2.0,
-        "ep",
-        COUNTED,
-        lambda: expert_case(_experts_not_divided),
-    ),
-    Plant(
-        "experts divided twice",
-        True,
-        2,
-        EXPERTS,
-        0.5,
-        "ep",
-        NOT_REDUCED,
-        lambda: expert_case(_experts_divided_twice),
-    ),
-    Plant(
-        "experts averaged as replicas",
-        True,
-        2,
-        EXPERTS,
-        None,
-        "ep",
-        ANY,
-        lambda: expert_case(_experts_averaged),
-    ),
-    Plant(
-        "a router's bias not reduced",
-        True,
-        2,
-        ("router.bias",),
-        1.0,
-        "ep",
-        NOT_REDUCED,
-        lambda: expert_case(_router_bias_left_out),
-    ),
-    Plant(
-        "context parallel averaged",
-        True,
-        2,
-        ALL,
-        0.5,
-        "cp",
-        (*COUNT, *NOT_REDUCED),
-        lambda: _context_parallel((2,), ("cp",), averages=True),
-    ),
-    Plant(
-        "a tied embedding not summed over stages",
-        True,
-        2,
-        ("tok.weight",),
-        0.5,
-        "pp",
-        NOT_REDUCED,
-        lambda: pipeline_case(tied="left"),
-    ),
+)
+_plant(
+    "a hook that sums",
+    True,
+    2,
+    ALL,
+    2.0,
+    "dp",
+    (*COUNTED, *COUNT),
+    lambda: _with_hook(_sum_hook),
+)
+_plant(
+    "a loss divided by the world, and DDP's mean",
+    True,
+    2,
+    ALL,
+    0.5,
+    "dp",
+    (*NOT_REDUCED, *COUNT),
+    _divided_by_the_world_too,
+)
+_plant("a bf16 hook", True, 2, ALL, 1.0, "dp", LOWER, lambda: _with_hook(_bf16_hook))
+_plant("a fp16 hook", False, 2, ALL, 1.0, "dp", LOWER, lambda: _with_hook(fp16_compress_hook))
+_plant("a loss weighted on one rank", False, 2, ALL, None, "dp", COUNT, _loss_weighted_on_one_rank)
+_plant(
+    "an embedding summed again",
+    False,
+    2,
+    ("tok.weight",),
+    2.0,
+    "dp",
+    COUNTED,
+    _embedding_summed_again,
+)
+_plant("inf on one rank", False, 2, ("head.bias",), None, "", NOT_FINITE, _inf_on_one_rank)
+_plant(
+    "FSDP2 without gradient sync on the last micro-batch",
+    True,
+    2,
+    ALL,
+    None,
+    "dp",
+    NOT_REDUCED,
+    lambda: _in_two_micro_batches(_fsdp2, _fsdp2_sync_stays_off),
+)
+_plant(
+    "FSDP2 that reduces in bf16",
+    True,
+    2,
+    ALL,
+    1.0,
+    "dp",
+    LOWER,
+    lambda: net_case(lambda net: _fsdp2(net, reduce_dtype=BF16)),
+)
+_plant("a block of FSDP2 that sums", True, 2, ("blocks.1.*",), 2.0, "dp", COUNTED, _block_sums)
+_plant(
+    "a parameter that FSDP2 ignores",
+    True,
+    2,
+    ("head.weight",),
+    1.0,
+    "dp",
+    NOT_REDUCED,
+    _ignored_by_fsdp2,
+)
+_plant(
+    "HSDP whose replicas are not reduced",
+    True,
+    4,
+    ALL,
+    1.0,
+    "replicate",
+    NOT_REDUCED,
+    _replicas_never_reduced,
+)
+_plant("FSDP1 that reduces in bf16", False, 2, ALL, 1.0, "dp", LOWER, _fsdp1_bf16)
+_plant(
+    "FSDP1 in no_sync on the last micro-batch",
+    True,
+    2,
+    ALL,
+    None,
+    "dp",
+    NOT_REDUCED,
+    lambda: _in_two_micro_batches(_fsdp1, _no_sync_on_the_last),
+)
+_plant(
+    "a norm summed over tp again",
+    True,
+    4,
+    ("blocks.*.norm2.*",),
+    2.0,
+    "tp",
+    COUNTED,
+    _norm_summed_over_tp_again,
+)
+_plant(
+    "a sharded weight divided by its shards",
+    False,
+    4,
+    ("blocks.0.up.weight",),
+    0.5,
+    "tp",
+    NOT_REDUCED,
+    _shards_scaled_on_one_axis,
+)
+_plant(
+    "norms of sequence parallel not reduced",
+    True,
+    2,
+    NORMS,
+    0.5,
+    "tp",
+    NOT_REDUCED,
+    lambda: hand_case(finish=_left_out_of_tp(*NORMS)),
+)
+_plant(
+    "a gate not reduced over tp",
+    True,
+    2,
+    ("gate.weight",),
+    0.5,
+    "tp",
+    NOT_REDUCED,
+    lambda: hand_case(finish=_left_out_of_tp("gate.*")),
+)
+_plant(
+    "a bias summed over tp twice",
+    False,
+    2,
+    ("blocks.0.bias",),
+    2.0,
+    "tp",
+    COUNTED,
+    lambda: hand_case(finish=_bias_summed_twice),
+)
+_plant(
+    "a head averaged over tp",
+    False,
+    2,
+    ("head.*",),
+    0.5,
+    "tp",
+    NOT_REDUCED,
+    lambda: hand_case(finish=_head_averaged),
+)
+_plant(
+    "a loss of local positions, summed over tp",
+    True,
+    2,
+    ALL,
+    2.0,
+    "tp",
+    (*COUNT, *COUNTED),
+    lambda: hand_case(loss=_loss_of_local_positions),
+)
+_plant(
+    "a gather whose backward does not reduce",
+    True,
+    2,
+    ("tok.*", "gate.*", "blocks.0.*", "blocks.1.norm.*"),
+    None,
+    "tp",
+    ANY,
+    lambda: hand_case(change=_gather_without_reduction),
+)
+_plant(
+    "a shard frozen on one rank",
+    True,
+    2,
+    ("blocks.0.up.weight",),
+    None,
+    "tp",
+    FROZEN,
+    lambda: hand_case(change=_freeze_on_rank_1),
+)
+_plant(
+    "a shard detached on one rank",
+    False,
+    2,
+    ("blocks.1.down.weight",),
+    None,
+    "tp",
+    MISSING,
+    lambda: hand_case(change=_detach_on_rank_1),
+)
+_plant(
+    "a gate not reduced over dp",
+    True,
+    4,
+    ("gate.weight",),
+    1.0,
+    "dp",
+    NOT_REDUCED,
+    lambda: hand_case((2, 2), ("dp", "tp"), finish=_gate_left_out_of_dp),
+)
+_plant(
+    "a gate not reduced over dp and tp",
+    True,
+    4,
+    ("gate.weight",),
+    0.5,
+    "dp and tp",
+    NOT_REDUCED,
+    lambda: hand_case((2, 2), ("dp", "tp"), finish=_gate_left_out_of_both),
+)
+_plant(
+    "a gate averaged over the world",
+    True,
+    4,
+    ("gate.weight",),
+    0.5,
+    "tp",
+    NOT_REDUCED,
+    lambda: hand_case((2, 2), ("dp", "tp"), finish=_gate_averaged_over_the_world),
+)
+_plant(
+    "an auxiliary loss times tp",
+    True,
+    2,
+    ("gate.weight",),
+    None,
+    "tp",
+    ANY,
+    lambda: hand_case(auxiliary=_router_loss),
+)
+_plant(
+    "norms reduced in bf16 over tp",
+    True,
+    2,
+    NORMS,
+    1.0,
+    "tp",
+    LOWER,
+    lambda: hand_case(finish=_norms_in_bf16),
+)
+_plant(
+    "experts not divided by the ranks",
+    True,
+    2,
+    EXPERTS,
+    2.0,
+    "ep",
+    COUNTED,
+    lambda: expert_case(_experts_not_divided),
+)
+_plant(
+    "experts divided twice",
+    True,
+    2,
+    EXPERTS,
+    0.5,
+    "ep",
+    NOT_REDUCED,
+    lambda: expert_case(_experts_divided_twice),
+)
+_plant(
+    "experts averaged as replicas",
+    True,
+    2,
+    EXPERTS,
+    None,
+    "ep",
+    ANY,
+    lambda: expert_case(_experts_averaged),
+)
+_plant(
+    "a router's bias not reduced",
+    True,
+    2,
+    ("router.bias",),
+    1.0,
+    "ep",
+    NOT_REDUCED,
+    lambda: expert_case(_router_bias_left_out),
+)
+_plant(
+    "context parallel averaged",
+    True,
+    2,
+    ALL,
+    0.5,
+    "cp",
+    (*COUNT, *NOT_REDUCED),
+    lambda: _context_parallel((2,), ("cp",), averages=True),
+)
+_plant(
+    "a tied embedding not summed over stages",
+    True,
+    2,
+    ("tok.weight",),
+    0.5,
+    "pp",
+    NOT_REDUCED,
+    lambda: pipeline_case(tied="left"),
 )
 
 
@@ -964,7 +966,7 @@ def _run(index: int) -> Score:
 
 
 def main() -> None:
-    """Run the plants whose names contain the arguments, or all; print a table."""
+    """Run the plants with an argument in their name, or all; print a table."""
     patterns = sys.argv[1:]
     pools: dict[int, RankPool] = {}
     scores = []

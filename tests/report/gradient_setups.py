@@ -1,4 +1,4 @@
-"""Models whose gradients are compared, in layouts of torch and in layouts made without it."""
+"""Models for comparisons of gradients, in layouts of torch and in layouts made without it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def all_reduce_grads(
 
 
 class HandBlock(nn.Module):
-    """A feed-forward block with tensor and sequence parallel of its own."""
+    """A feed-forward block with tensor and sequence parallel, made of plain tensors."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class HandNet(nn.Module):
 
 
 class ExpertNet(nn.Module):
-    """A mixture of experts, whose experts are divided among the ranks; tokens go to all of them."""
+    """A mixture of experts that the ranks divide among them; tokens go to all experts."""
 
     def __init__(self, group: Any = None, experts: int = 4) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def net_case(
     after: Callable[[Any], None] = lambda model: None,
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> Case:
-    """A step of `Net` over the global batch, of which each data parallel rank has a part.
+    """A step of `Net` over the global batch; each data parallel rank has a part.
 
     Args:
         wrap: Puts the model in its layout.
