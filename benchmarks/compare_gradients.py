@@ -1,4 +1,4 @@
-"""The time of compare_gradients beside the step that it checks, and beside both steps.
+"""The time of compare_gradients, against the step that it checks and against both steps.
 
     OMP_NUM_THREADS=1 python -m benchmarks.compare_gradients [--rounds 15] [--layers 4]
         [--d-model 128]
@@ -13,32 +13,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.common import Timings, command, interleave, median, ratio, slowest, table
+from benchmarks.common import command, interleave, median, ratio, slowest, table
 from distamp.report import compare_gradients
 from launch.config import Config
 from launch.model import GPT
 from tests.ranks import RankPool, mesh
 
-RANKS = 2
+RANKS, VOCABULARY = 2, 256
 PLAIN, BOTH, CALL = "plain step", "both steps", "compare_gradients"
 
 
 def make_model(layers: int, d_model: int) -> Any:
     """Return the launcher's GPT without dropout."""
     torch.manual_seed(0)
-    return GPT(Config(n_layers=layers, d_model=d_model, dropout=0.0)).train()
+    config = Config(layers=layers, d_model=d_model, dropout=0.0)
+    return GPT(config, VOCABULARY).train()
 
 
-def run_rank(rounds: int, layers: int, d_model: int) -> Timings:
+def run_rank(rounds: int, layers: int, d_model: int) -> dict[str, list[float]]:
     """Time the three contenders on this rank."""
     reference = make_model(layers, d_model)
     model = make_model(layers, d_model)
     device_mesh = mesh((RANKS,), ("dp",))
-    for block in model.h:
+    for block in model.blocks:
         fully_shard(block, mesh=device_mesh)
     fully_shard(model, mesh=device_mesh)
     length = Config().seq_len
-    tokens = torch.randint(256, (4 * RANKS, length + 1))
+    tokens = torch.randint(VOCABULARY, (4 * RANKS, length + 1))
     local_tokens = tokens.chunk(RANKS)[dist.get_rank()]
 
     def run(net: Any, batch: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.clip_grad import LayoutFn
 from distamp.errors import CallOrderError, ConfigError
 from distamp.fsdp_params import check_reduction_finished
 from distamp.fsdp_unit import FSDPUnit
@@ -22,10 +21,12 @@ from distamp.report.flat_params import FlatParams
 from distamp.report.gathered_gradients import (
     FSDP1,
     FSDP2,
+    SHARDED_DDP,
     Holder,
     LayoutPlan,
     ParamPart,
     ReferenceParam,
+    ShardGroupFn,
     TensorMessenger,
     find_parts,
     is_wrapper,
@@ -59,7 +60,7 @@ def compare_gradients(
     reference_model: nn.Module | None = None,
     tolerance: float | None = None,
     *,
-    shard_group_fn: LayoutFn | None = None,
+    shard_group_fn: ShardGroupFn | None = None,
     mesh: DeviceMesh | None = None,
     reference_name_fn: Callable[[str], str] | None = None,
     process_group: GroupLike = None,
@@ -240,11 +241,17 @@ def _copy_buffers(models: _Models, reference_models: _Models) -> None:
                 row.tensor.copy_(source)
 
 
+@torch.no_grad()
 def _drop_gradients(models: _Models) -> None:
     """Drop all gradients, reduced or not."""
     for model in models:
-        for row in model_tensors(module_names(model)):
-            if row.kind == "parameter":
+        names = module_names(model)
+        has_buckets = any(is_wrapper(module, SHARDED_DDP) for module in names)
+        for row in model_tensors(names):
+            if row.kind == "parameter" and has_buckets and row.tensor.grad is not None:
+                # The gradients are views of buckets, which None would detach for good.
+                row.tensor.grad.zero_()
+            elif row.kind == "parameter":
                 row.tensor.grad = None
         for module in model.modules():
             if is_wrapper(module, FSDP1):
@@ -525,9 +532,6 @@ class _Comparison:
                 stats = StatsRow(rows[holder.position, index])
                 evidence.reference_bad_count += stats.reference_bad_count
                 state = self.states[holder.position][param.name]
-                is_elsewhere = state.owner_only and not state.has_grad
-                if is_elsewhere and self._has_grad(param.name):
-                    continue
                 numel = math.prod(holder.region.shape(param.shape))
                 allowed_in_region = tolerance.relative**2 * stats.reference_sq
                 rank = RankEvidence(
@@ -539,6 +543,10 @@ class _Comparison:
                     allowed_in_region + numel * allowed_sq,
                 )
                 evidence.ranks.append(rank)
+            if any(state.owner_only for state in self._states_of(param.name)):
+                # Its wrapper reduces the gradient to one rank, and the others do not step it.
+                owner = min(evidence.ranks, key=lambda rank: rank.stats.error_sq)
+                evidence.ranks = [owner]
             evidences.append(evidence)
         return evidences
 

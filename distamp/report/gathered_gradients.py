@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distamp.clip_grad import LayoutFn
 from distamp.error_text import similar_names
 from distamp.errors import ConfigError
 from distamp.fsdp_unit import FSDPUnit
@@ -31,12 +30,14 @@ from distamp.report.tensors import model_tensors
 __all__ = [
     "FSDP1",
     "FSDP2",
+    "SHARDED_DDP",
     "Axis",
     "Holder",
     "LayoutPlan",
     "ParamPart",
     "ReferenceParam",
     "Region",
+    "ShardGroupFn",
     "TensorMessenger",
     "find_parts",
     "is_wrapper",
@@ -52,6 +53,8 @@ FSDP2 = "FSDPModule"
 SHARDED_DDP = "ShardedDataParallel"
 
 
+#: Takes a plain parameter, and returns over which ranks it is sharded.
+ShardGroupFn = Callable[[Tensor], "bool | ProcessGroup | DeviceMesh | None"]
 #: Numbers of ranks in the default group.
 _Ranks = tuple[int, ...]
 _Shape = tuple[int, ...]
@@ -268,7 +271,7 @@ def reference_params(model: nn.Module) -> dict[str, Tensor]:
 
 def find_parts(
     models: Sequence[nn.Module],
-    shard_group_fn: LayoutFn | None,
+    shard_group_fn: ShardGroupFn | None,
     mesh: DeviceMesh | None,
     group_ranks: Sequence[int],
     reference_name_fn: Callable[[str], str] | None,

@@ -106,11 +106,20 @@ def observe_step(step: Callable[[], Any], models: Sequence[nn.Module]) -> StepRo
                 positions = tensor.numel() // max(tensor.shape[-1], 1)
                 rounding.longest_sum = max(rounding.longest_sum, positions)
 
+    def observe_params(module: nn.Module, _args: Any) -> None:
+        # FSDP gathers parameters in the dtype of its policy, and may cast outputs back.
+        for param in module.parameters(recurse=False):
+            if param.is_floating_point():
+                rounding.dtypes.add(param.dtype)
+
     with contextlib.ExitStack() as stack:
         for model in models:
             for module in _eager_modules(model):
-                handle = module.register_forward_hook(observe)
-                stack.callback(handle.remove)
+                for handle in (
+                    module.register_forward_pre_hook(observe_params),
+                    module.register_forward_hook(observe),
+                ):
+                    stack.callback(handle.remove)
         step()
     for model in models:
         for param in model.parameters():

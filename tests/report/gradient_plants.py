@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +25,30 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ful
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp.report import GradientComparison
-from tests.ranks import RankPool, mesh
+from tests.ranks import RankError, RankPool, mesh
 from tests.report.gradient_setups import (
     Case,
     ExpertNet,
     HandNet,
     all_reduce_grads,
     cross_entropy,
+    in_autocast,
     net_case,
     other_weights,
     tokens_and_targets,
 )
 from tests.report.setups import BF16, Net, parallel, sharded
 
-__all__ = ["PLANTS", "Plant", "Score", "expert_case", "hand_case", "score"]
+__all__ = [
+    "PLANTS",
+    "Plant",
+    "Score",
+    "expert_case",
+    "hand_case",
+    "pipeline_case",
+    "run_plants",
+    "score",
+]
 
 NOT_REDUCED = ("not reduced",)
 COUNTED = ("counted more than once",)
@@ -314,7 +324,7 @@ def hand_case(
         return cross_entropy(logits, some_targets, "sum") / number
 
     def step() -> None:
-        with torch.autocast("cpu", region or BF16, enabled=region is not None):
+        with in_autocast(region):
             logits = model(own_tokens)
         total = (loss or share_of_loss)(logits, own_targets, local_targets.numel())
         if auxiliary is not None:
@@ -323,7 +333,7 @@ def hand_case(
         (finish or reduce_rightly)(model, grid)
 
     def reference_step() -> None:
-        with torch.autocast("cpu", region or BF16, enabled=region is not None):
+        with in_autocast(region):
             logits = reference(tokens)
         total = cross_entropy(logits, targets)
         if auxiliary is not None:
@@ -434,13 +444,13 @@ def expert_case(
     local_tokens, local_targets = tokens.chunk(ranks)[place], targets.chunk(ranks)[place]
 
     def step() -> None:
-        with torch.autocast("cpu", region or BF16, enabled=region is not None):
+        with in_autocast(region):
             logits = model(local_tokens)
         cross_entropy(logits, local_targets).backward()
         (finish or reduce_experts_rightly)(model, group)
 
     def reference_step() -> None:
-        with torch.autocast("cpu", region or BF16, enabled=region is not None):
+        with in_autocast(region):
             logits = reference(tokens)
         cross_entropy(logits, targets).backward()
 
@@ -965,9 +975,8 @@ def _run(index: int) -> Score:
     return score(plant, plant.build().compare())
 
 
-def main() -> None:
-    """Run the plants with an argument in their name, or all; print a table."""
-    patterns = sys.argv[1:]
+def run_plants(patterns: Sequence[str] = ()) -> list[Score]:
+    """Run the plants with a pattern in their name, or all; print a line for each."""
     pools: dict[int, RankPool] = {}
     scores = []
     for index, plant in enumerate(PLANTS):
@@ -975,17 +984,23 @@ def main() -> None:
             continue
         pool = pools.setdefault(plant.ranks, RankPool(plant.ranks))
         try:
-            answer = pool.run(_run, index)[0]
-        except Exception as error:
-            answer = Score(plant.name, False, False, str(error)[-1500:])
-        scores.append(answer)
-        print(f"{plant.name:55} found={answer.found} explained={answer.explained}", flush=True)
-        if patterns or not answer.explained:
-            print(answer.text, flush=True)
+            result = pool.run(_run, index)[0]
+        except RankError as error:
+            result = Score(plant.name, False, False, str(error)[-1500:])
+        scores.append(result)
+        print(f"{plant.name:55} found={result.found} explained={result.explained}", flush=True)
+        if patterns or not result.explained:
+            print(result.text, flush=True)
     for pool in pools.values():
         pool.close()
-    found = sum(answer.found for answer in scores)
-    explained = sum(answer.explained for answer in scores)
+    return scores
+
+
+def main() -> None:
+    """Print the score of the plants that the arguments name, or of all."""
+    scores = run_plants(sys.argv[1:])
+    found = sum(result.found for result in scores)
+    explained = sum(result.explained for result in scores)
     print(f"{found} found and {explained} explained, of {len(scores)}")
 
 

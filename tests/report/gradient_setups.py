@@ -22,6 +22,7 @@ __all__ = [
     "copy_to_ranks",
     "cross_entropy",
     "gather_positions",
+    "in_autocast",
     "net_case",
     "scatter_positions",
     "tokens_and_targets",
@@ -208,9 +209,8 @@ class ExpertNet(nn.Module):
 def tokens_and_targets(batch: int = 12, length: int = 8) -> tuple[Tensor, Tensor]:
     """Return a global batch."""
     generator = torch.Generator().manual_seed(1)
-    shape = batch, length
-    tokens = torch.randint(VOCABULARY, shape, generator=generator)
-    targets = torch.randint(VOCABULARY, shape, generator=generator)
+    shape = (2, batch, length)
+    tokens, targets = torch.randint(VOCABULARY, shape, generator=generator)
     return tokens, targets
 
 
@@ -231,14 +231,18 @@ class Case:
 
     def compare(self, **settings: Any) -> GradientComparison:
         """Run the comparison."""
-        is_first = dist.get_rank() == 0
+        settings = {**self.settings, **settings}
+        if dist.get_rank() > 0:
+            return compare_gradients(self.step, self.model, **settings)
         return compare_gradients(
-            self.step,
-            self.model,
-            self.reference_step if is_first else None,
-            self.reference if is_first else None,
-            **{**self.settings, **settings},
+            self.step, self.model, self.reference_step, self.reference, **settings
         )
+
+
+def in_autocast(region: torch.dtype | None) -> Any:
+    """Return an autocast region of a dtype, which does nothing for None."""
+    dtype = region or torch.bfloat16
+    return torch.autocast("cpu", dtype, enabled=region is not None)
 
 
 def other_weights(model: nn.Module) -> nn.Module:
@@ -272,16 +276,17 @@ def net_case(
     reference = other_weights(Net(attends=attends))
     tokens, targets = tokens_and_targets()
     place, count = ranks or (dist.get_rank(), dist.get_world_size())
-    local_tokens, local_targets = tokens.chunk(count)[place], targets.chunk(count)[place]
+    local_tokens = tokens.chunk(count)[place]
+    local_targets = targets.chunk(count)[place]
 
     def step() -> None:
-        with torch.autocast("cpu", region or torch.bfloat16, enabled=region is not None):
+        with in_autocast(region):
             logits = model(local_tokens)
         loss(logits, local_targets).backward()
         after(model)
 
     def reference_step() -> None:
-        with torch.autocast("cpu", region or torch.bfloat16, enabled=region is not None):
+        with in_autocast(region):
             logits = reference(tokens)
         cross_entropy(logits, targets).backward()
 

@@ -33,7 +33,7 @@ MODELS = ("Llama", "Qwen3")
 
 
 def make_models(name: str, folder: Path) -> tuple[nn.Module, nn.Module]:
-    """Return a model under its own tensor-parallel plan, and a model on one process."""
+    """Return a model under the tensor-parallel plan of its class, and a model on one process."""
     import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
 
