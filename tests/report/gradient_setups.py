@@ -75,13 +75,16 @@ class _ScatterPositions(torch.autograd.Function):
 
 
 def _gather(x: Tensor, group: Any, dim: int) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    size = dist.get_world_size(group)
+    parts = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim)
 
 
 def _own_chunk(x: Tensor, group: Any, dim: int) -> Tensor:
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+    size = dist.get_world_size(group)
+    place = dist.get_rank(group)
+    return x.chunk(size, dim)[place].contiguous()
 
 
 def copy_to_ranks(x: Tensor, group: Any) -> Tensor:
@@ -135,7 +138,8 @@ class HandBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         whole = gather_positions(self.norm(x), self.group, reduces=self.reduces)
         hidden = torch.relu(self.up(whole))
-        return x + scatter_positions(self.down(hidden), self.group) + self.bias
+        output = scatter_positions(self.down(hidden), self.group)
+        return x + output + self.bias
 
 
 class HandNet(nn.Module):
@@ -182,8 +186,9 @@ class ExpertNet(nn.Module):
         self.tok = nn.Embedding(VOCABULARY, 16)
         self.router = nn.Linear(16, experts)
         self.experts = nn.Module()
-        self.experts.up = nn.Parameter(torch.randn(experts // ranks, 16, 24) / 4)
-        self.experts.down = nn.Parameter(torch.randn(experts // ranks, 24, 16) / 4)
+        local_experts = experts // ranks
+        self.experts.up = nn.Parameter(torch.randn(local_experts, 16, 24) / 4)
+        self.experts.down = nn.Parameter(torch.randn(local_experts, 24, 16) / 4)
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -195,7 +200,9 @@ class ExpertNet(nn.Module):
         everything = gather_positions(x, self.group, 0)
         hidden = torch.relu(torch.einsum("td,edh->eth", everything, self.experts.up))
         outputs = torch.einsum("eth,ehd,te->td", hidden, self.experts.down, local_gates)
-        return self.head(x + scatter_positions(outputs, self.group, 0)).unflatten(0, tokens.shape)
+        x = x + scatter_positions(outputs, self.group, 0)
+        logits = self.head(x)
+        return logits.unflatten(0, tokens.shape)
 
     def shard_group(self, param: Tensor) -> Any:
         """Return the group over which an expert is sharded."""

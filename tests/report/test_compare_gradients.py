@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,31 +77,52 @@ def whole(logits: torch.Tensor, device_mesh: Any) -> torch.Tensor:
     return DTensor.from_local(logits, device_mesh, [Shard(-1)]).full_tensor()
 
 
-LAYOUTS_OF_TWO: dict[str, tuple[Callable[[Net], Any], Any]] = {
-    "ddp": (DistributedDataParallel, None),
-    "compiled ddp": (compiled, None),
-    "zero": (zero, None),
-    "fsdp2": (lambda net: sharded(net, mesh((2,), ("dp",))), None),
-    "fsdp1 with original parameters": (lambda net: fsdp1(net, use_orig_params=True), None),
-    "fsdp1 with flat parameters": (lambda net: fsdp1(net, use_orig_params=False), None),
-    "fsdp1 without shards": (
-        lambda net: fsdp1(net, use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD),
-        None,
-    ),
-    "tensor parallel": (tensor_parallel, (0, 1)),
-    "sequence parallel": (sequence_parallel, (0, 1)),
-}
+def fsdp2(net: Net) -> Any:
+    return sharded(net, mesh((2,), ("dp",)))
+
+
+def fsdp1_with_original_parameters(net: Net) -> nn.Module:
+    return fsdp1(net, use_orig_params=True)
+
+
+def fsdp1_with_flat_parameters(net: Net) -> nn.Module:
+    return fsdp1(net, use_orig_params=False)
+
+
+def fsdp1_without_shards(net: Net) -> nn.Module:
+    strategy = ShardingStrategy.NO_SHARD
+    return fsdp1(net, use_orig_params=True, sharding_strategy=strategy)
+
+
+DATA_PARALLEL = (
+    DistributedDataParallel,
+    compiled,
+    zero,
+    fsdp2,
+    fsdp1_with_original_parameters,
+    fsdp1_with_flat_parameters,
+    fsdp1_without_shards,
+)
+MODEL_PARALLEL = (tensor_parallel, sequence_parallel)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("region", PRECISIONS)
-@pytest.mark.parametrize("layout", LAYOUTS_OF_TWO)
-def test_gradients_of_a_right_layout_match(layout, region):
-    wrap, ranks = LAYOUTS_OF_TWO[layout]
-    attends = layout != "sequence parallel"
-    comparison = net_case(wrap, region=region, ranks=ranks, attends=attends).compare()
+@pytest.mark.parametrize("wrap", DATA_PARALLEL)
+def test_gradients_of_data_parallel_match(wrap, region):
+    comparison = net_case(wrap, region=region, attends=True).compare()
     assert comparison.matches, str(comparison)
-    assert len(comparison.rows) == len(list(Net(attends=attends).parameters()))
+    assert len(comparison.rows) == len(list(Net().parameters()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("region", PRECISIONS)
+@pytest.mark.parametrize("wrap", MODEL_PARALLEL)
+def test_gradients_of_tensor_parallel_match(wrap, region):
+    # Attention would not see the positions of other ranks under sequence parallel.
+    attends = wrap is tensor_parallel
+    comparison = net_case(wrap, region=region, ranks=(0, 1), attends=attends).compare()
+    assert comparison.matches, str(comparison)
 
 
 def in_two_dimensions(net: Net) -> Any:
@@ -116,22 +136,18 @@ def hybrid_fsdp1(net: Net) -> nn.Module:
     return fsdp1(net, use_orig_params=True, device_mesh=grid, sharding_strategy=hybrid)
 
 
-LAYOUTS_OF_FOUR: dict[str, tuple[Callable[[Net], Any], Callable[[], Any]]] = {
-    "fsdp2 over tensor parallel": (
-        in_two_dimensions,
-        lambda: (mesh((2, 2), ("dp", "tp")).get_local_rank("dp"), 2),
-    ),
-    "hsdp": (lambda net: sharded(net, mesh((2, 2), ("replicate", "shard"))), lambda: None),
-    "fsdp1 with replicas": (hybrid_fsdp1, lambda: None),
-}
+def hsdp(net: Net) -> Any:
+    return sharded(net, mesh((2, 2), ("replicate", "shard")))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("region", PRECISIONS)
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
-def test_gradients_of_a_right_layout_of_two_dimensions_match(layout, region):
-    wrap, find_ranks = LAYOUTS_OF_FOUR[layout]
-    comparison = net_case(wrap, region=region, ranks=find_ranks(), attends=True).compare()
+@pytest.mark.parametrize("wrap", [in_two_dimensions, hsdp, hybrid_fsdp1])
+def test_gradients_of_layouts_of_two_dimensions_match(wrap, region):
+    ranks = None
+    if wrap is in_two_dimensions:
+        ranks = (dist.get_rank() // 2, 2)
+    comparison = net_case(wrap, region=region, ranks=ranks, attends=True).compare()
     assert comparison.matches, str(comparison)
 
 
@@ -261,7 +277,7 @@ def test_a_tolerance_of_the_user_replaces_the_derived_one():
     assert plant.build().compare(tolerance=0.1).matches
 
 
-# -- what the call leaves, and what it refuses -------------------------------------------------
+# -- side effects and refusals -----------------------------------------------------------------
 
 
 @on_ranks(2)
