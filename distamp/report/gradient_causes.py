@@ -141,7 +141,10 @@ class StatsRow:
         bad_count, reference_bad_count, *sums = row[:6].tolist()
         self.bad_count = int(bad_count)
         self.reference_bad_count = int(reference_bad_count)
-        self.norm_sq, self.dot, self.reference_sq, self.error_sq = sums
+        self.norm_sq: float = sums[0]
+        self.dot: float = sums[1]
+        self.reference_sq: float = sums[2]
+        self.error_sq: float = sums[3]
         self.sketch = row[6 : 6 + _SKETCH]
         self.reference_sketch = row[6 + _SKETCH :]
 
@@ -208,7 +211,7 @@ class RankEvidence:
     def error_after(self, factor: float) -> float:
         """Return the squared difference from ``factor`` times the reference."""
         stats = self.stats
-        error_sq = stats.norm_sq + factor**2 * stats.reference_sq
+        error_sq = stats.norm_sq + factor * factor * stats.reference_sq
         error_sq -= 2 * factor * stats.dot
         return max(error_sq, 0.0)
 
