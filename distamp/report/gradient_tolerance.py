@@ -18,6 +18,8 @@ __all__ = ["StepRounding", "observe_step"]
 
 #: Errors of rounding accumulate through the layers, and a step has several sums in a row.
 _SUMS_IN_A_ROW = 16
+#: Products in half precision are accumulated in float32, so their length does not count.
+_ROUNDINGS_IN_A_ROW = 32
 #: Gradients that cancel to zero are as large as the rounding of their module's gradients.
 _CANCELLATION = 16
 #: Rounding of a reduction in half precision is larger than this, and shows in float32.
@@ -65,13 +67,10 @@ class StepRounding:
         if _uses_tf32():
             rounding = max(rounding, _TF32_ROUNDING)
         is_fp32 = rounding <= _FP32_ROUNDING
-        relative = _SUMS_IN_A_ROW * rounding
+        relative = min(_ROUNDINGS_IN_A_ROW * rounding, _LARGEST_IN_HALF)
         if is_fp32:
-            relative *= math.sqrt(self.longest_sum)
+            relative = _SUMS_IN_A_ROW * rounding * math.sqrt(self.longest_sum)
             relative = min(relative, _LARGEST_IN_FP32)
-        else:
-            # Products in half precision are accumulated in float32, and rounded once.
-            relative = min(relative, _LARGEST_IN_HALF)
         if override is not None:
             relative = override
         return Tolerance(relative, _CANCELLATION * rounding, is_fp32)
