@@ -1,8 +1,9 @@
 """The code on the pages of README and docs: found, given a stage, and run.
 
-Blocks of one page run one after the other, each seeing the names of those before it. What a page
-needs (``model``, ``optimizer``, ``batches``, ``loss_fn``, ``schedule``) is on the stage;
-the CPU stands in the place of CUDA. A comment before a block says what is special about it::
+Each block runs alone, with ``model``, ``optimizer``, ``batches``, ``loss_fn`` and ``schedule``
+defined, and on the CPU instead of CUDA. A block that needs the names of an earlier one begins with
+the line ``# Continues the block above.`` or ``# Continues the first block.`` A comment before a
+block gives an exception::
 
     <!-- ranks: 2 -->            the whole page runs on that many ranks, with a process group
     <!-- not run: the reason --> it is compiled, and not run
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ _BLOCK = re.compile(
     r"(?P<code>.*?)^ *```$",
     re.DOTALL | re.MULTILINE,
 )
+_CONTINUES = re.compile(r"# Continues the (block above|first block)\b")
+#: Pages that were not rewritten yet. Each block of them continues the block above.
+SILENTLY_CONTINUED = frozenset({"docs/precision_report.md"})
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,12 @@ class Block:
     code: str
     line: int
     how: str
+
+    @property
+    def continued(self) -> str:
+        """Which block it continues: ``"block above"``, ``"first block"``, or nothing."""
+        match = _CONTINUES.match(self.code)
+        return match[1] if match else ""
 
     @property
     def is_run_here(self) -> bool:
@@ -112,11 +122,14 @@ def stage() -> dict[str, Any]:
 
 def run_page(path: str) -> list[str]:
     """Run the code of a page; returns what went wrong, with page and line."""
-    page, names, faults = Path(path), stage(), []
+    page, faults = Path(path), []
+    is_silent = page.relative_to(ROOT).as_posix() in SILENTLY_CONTINUED
+    first: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     logging.disable(logging.WARNING)
     printed = io.StringIO()
     with (
-        tempfile.TemporaryDirectory() as folder,
+        _shared_folder() as folder,
         contextlib.chdir(folder),
         warnings.catch_warnings(action="ignore"),
     ):
@@ -131,15 +144,29 @@ def run_page(path: str) -> list[str]:
             compiled = compile("\n" * block.line + code, str(page), "exec")
             if not block.is_run_here:
                 continue
+            if block.continued == "first block":
+                names = first
+            elif not names or not (block.continued or is_silent):
+                names = stage()
+            first = first or names
             try:
                 with contextlib.redirect_stdout(printed):
                     exec(compiled, names)
             except Exception as error:
                 faults.append(f"{page.name}:{block.line}: {type(error).__name__}: {error}"[:500])
     logging.disable(logging.NOTSET)
-    if dist.is_initialized():
-        dist.barrier()
     return faults
+
+
+@contextlib.contextmanager
+def _shared_folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared)
+        yield shared[0]
+        if dist.is_initialized():
+            dist.barrier()
 
 
 def as_torchrun_starts_it(port: int, run: Callable[..., Any], *args: Any, **given: Any) -> Any:

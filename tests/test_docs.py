@@ -1,6 +1,7 @@
-"""README and docs: code runs, commands name what exists, words are few, figures are results'."""
+"""README and docs: code runs, commands and links exist, English is plain, figures are results'."""
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -24,14 +25,14 @@ from tests.docs_code import (
 )
 from tests.docs_words import (
     DOCS,
-    LONGEST,
-    MOST_LONG,
-    MOST_WORDS,
-    long_sentences,
-    pages,
-    sentences,
-    words,
+    EXCEPTIONS,
+    MAX_PHRASES,
+    broken_links,
+    faults,
+    phrase_rate,
 )
+from tests.docs_words import PAGES as PROSE
+from tests.house_style import EXCEPTIONS as HOUSE_STYLE
 
 HERE = [page for page in PAGES if any(b.is_run_here for b in blocks_of(page))]
 
@@ -134,9 +135,8 @@ def _wrong_flags(line: str) -> list[str]:
     return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
 
 
-# -- short, and their figures are those of the results ------------------------------------------
+# -- plain English, links, and figures that are those of the results -----------------------------
 
-SHORT = [ROOT / "README.md", *pages()]
 RESULTS = DOCS / "results"
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+\.md)(?:#([^)\s]+))?\)")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
@@ -144,14 +144,65 @@ _QUARTILES = re.compile(r"\d\.\d+ \[\d")
 _HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 
 
-def test_the_docs_are_short() -> None:
-    assert sum(map(words, pages())) <= MOST_WORDS, "python -m tests.docs_words shows where"
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_in_plain_english(page: Path) -> None:
+    is_exception = page.relative_to(ROOT).as_posix() in EXCEPTIONS
+    found = faults(page)
+    assert bool(found) == is_exception, found or f"remove {page.name} from EXCEPTIONS"
 
 
-def test_sentences_are_short() -> None:
-    long = [each for page in pages() for each in long_sentences(page)]
-    every = sum(len(sentences(page)) for page in pages())
-    assert len(long) <= MOST_LONG * every, f"over {LONGEST} words: {long}"
+def test_relative_phrases_are_rare_over_all_rewritten_pages() -> None:
+    rewritten = [p for p in PROSE if p.relative_to(ROOT).as_posix() not in EXCEPTIONS]
+    assert phrase_rate(rewritten) <= MAX_PHRASES, "python -m tests.docs_words lists them"
+
+
+LINKED = [*PROSE, *sorted(RESULTS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Whether a step was taken is known later.",
+        "These are refused.",
+        "fp32 is refused; so is fp16.",
+        "The scaler asks no other rank.",
+        "A resumed run is equal to the bit.",
+    ],
+)
+def test_a_sentence_against_the_rules_is_found(tmp_path: Path, sentence: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n\n{sentence}\n")
+    assert len(faults(page)) == 1
+
+
+def test_headings_code_and_quotes_are_not_prose(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('# What is it?\n\nThe log has `but for` and "anew".\n\n    python beside.py\n')
+    assert faults(page) == []
+
+
+def test_a_link_without_a_heading_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n[one](#title), [two](#missing), [three](missing.md)\n")
+    assert broken_links(page) == ["no heading: #missing", "no file: missing.md"]
+
+
+def test_each_private_name_of_torch_is_on_the_page_of_torch_versions() -> None:
+    names_by_file = json.loads(HOUSE_STYLE.read_text())["torch_private"]
+    page = (DOCS / "torch_versions.md").read_text()
+    names = set()
+    for file, torch_names in names_by_file.items():
+        if file.startswith("distamp/"):
+            names.update(torch_names)
+    # A package whose only use is a name inside it.
+    names -= {"torch._C", "torch._compile"}
+    missing = {name for name in names if f"`{name.removeprefix('torch._C.')}`" not in page}
+    assert {name for name in missing if f"`{name.rpartition('.')[2]}`" not in page} == set()
 
 
 def numbers(text: str) -> set[str]:
@@ -179,7 +230,7 @@ def figures(page: Path) -> Iterator[tuple[str, Path, str | None]]:
             yield label, there, anchor or None
 
 
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_figure_is_that_of_the_result_it_links_to(page: Path) -> None:
     differ = [
         f"{label!r}: no {number} in {result.name}{'#' + anchor if anchor else ''}"
@@ -190,13 +241,13 @@ def test_a_figure_is_that_of_the_result_it_links_to(page: Path) -> None:
 
 
 def test_figures_are_compared() -> None:
-    found = [label for page in SHORT for label, _, _ in figures(page) if numbers(label)]
+    found = [label for page in PROSE for label, _, _ in figures(page) if numbers(label)]
     assert len(found) > 30
 
 
 def test_a_measured_ratio_links_to_its_result() -> None:
     bare = {}
-    for page in SHORT:
+    for page in PROSE:
         text = _LINK.sub("", page.read_text())
         bare[page.name] = [line for line in text.splitlines() if _QUARTILES.search(line)]
     assert {name: lines for name, lines in bare.items() if lines} == {}

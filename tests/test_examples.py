@@ -136,3 +136,21 @@ def test_one_overflow_parts_torchs_ranks_and_none_of_ours(ranks2):
     assert ours[0] == ours[1]
     assert ours[0].weight[at] == ours[0].weight[at - 1], "both skipped"
     assert ours[0].scale[-1] == ours[0].scale[0] / 2
+
+
+def test_the_origin_of_a_nan_is_named_on_both_ranks(ranks2):
+    texts = ranks2.run(on_this_rank, "nan_on_one_rank", "describe_origin")
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("div in 0 made NaN of finite inputs")
+    assert "rank 1, forward pass" in texts[0]
+
+
+def test_a_nan_on_one_rank_spoils_every_later_loss_without_a_guard_only(ranks2):
+    module = example("nan_in_bf16")
+    unguarded = ranks2.run(on_this_rank, "nan_in_bf16", "train", False)
+    guarded = ranks2.run(on_this_rank, "nan_in_bf16", "train", True)
+    for losses in unguarded:
+        assert torch.tensor(losses[: module.NAN_STEP]).isfinite().all()
+        assert torch.tensor(losses[module.NAN_STEP :]).isnan().all()
+    for losses in guarded:
+        assert losses[-1] < losses[module.NAN_STEP] < losses[0]

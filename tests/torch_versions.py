@@ -1,0 +1,51 @@
+"""Test the installed torch and print a row for docs/results/torch_versions.md.
+
+python -m tests.torch_versions tests/scaler tests/guard
+"""
+
+import datetime
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+_RESULTS = re.compile(r"\d+ (?:passed|failed|skipped|errors?)\b")
+
+
+def describe_build() -> str:
+    """Return the build of torch, and the device that it ran on."""
+    toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    device = torch.accelerator.current_accelerator()
+    return toolkit if device else f"{toolkit}, on a CPU"
+
+
+def read_commit() -> str:
+    """Return the short hash of the commit."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+
+
+def run_tests(paths: list[str]) -> str:
+    """Run tests and return the counts of their summary."""
+    command = [sys.executable, "-m", "pytest", "-q", *paths]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    summary = run.stdout.rstrip().splitlines()[-1]
+    return ", ".join(_RESULTS.findall(summary)) or f"no summary, exit code {run.returncode}"
+
+
+def format_row(paths: list[str], result: str) -> str:
+    """Return the row of the table."""
+    version = torch.__version__.partition("+")[0]
+    tests = ", ".join(f"`{path}`" for path in paths) or "all"
+    when = f"{datetime.date.today()} at {read_commit()}"
+    build = f"{describe_build()}, Python {platform.python_version()}"
+    return f"| {version} | {build} | {tests}, {when} | {result} |"
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:]
+    print(format_row(chosen, run_tests(chosen)))
