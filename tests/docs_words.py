@@ -38,16 +38,7 @@ MAX_PHRASES_ON_A_PAGE = 6.0
 #: Pages with faults that were not rewritten yet. A page without faults may not be here.
 EXCEPTIONS = frozenset(
     {
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "docs/architecture.md",
-        "docs/autocast.md",
-        "docs/comm_hooks.md",
-        "docs/evidence.md",
-        "docs/levels.md",
         "docs/precision_report.md",
-        "docs/reference/errors.md",
-        "docs/reference/states.md",
         "docs/training.md",
     }
 )
