@@ -1,4 +1,4 @@
-"""Automatic mixed precision that stays right when training is distributed.
+"""Mixed-precision training that keeps all ranks consistent.
 
 The names that most training scripts need are here, in ``__all__``. All others are in
 ``distamp.guard``, ``distamp.scaler``, ``distamp.masters``, ``distamp.autocast``,
@@ -42,7 +42,7 @@ if typing.TYPE_CHECKING:
         preflight,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.1.0rc1"
 
 GradScaler = DistGradScaler
 

@@ -159,6 +159,92 @@ def precision() -> None:
     save(axes, "precision")
 
 
+#: For each layout, the quarters of a weight that each of four ranks holds, and the ranks that see a
+#: NaN in the gradient of the first quarter after the reduction.
+_LAYOUTS = {
+    "DDP": ([(0, 1, 2, 3)] * 4, (0, 1, 2, 3), "every rank sees it"),
+    "FSDP2": ([(0,), (1,), (2,), (3,)], (0,), "one rank sees it"),
+    "HSDP, 2 x 2": ([(0, 1), (2, 3), (0, 1), (2, 3)], (0, 2), "the replicas of\none shard see it"),
+    "tensor parallel": ([(0,), (1,), (2,), (3,)], (0,), "one rank sees it"),
+}
+
+
+def layouts() -> None:
+    """Draw which part of a weight each rank holds, and which ranks see a NaN in one part."""
+    axes = canvas(9.4, 3.3)
+    for column, (name, (parts_of_ranks, bad_ranks, text)) in enumerate(_LAYOUTS.items()):
+        left = 0.25 + 2.35 * column
+        axes.text(left + 0.9, 3.0, name, ha="center", fontweight="bold")
+        for rank, parts in enumerate(parts_of_ranks):
+            x, y = left + 1.05 * (rank % 2), 1.75 - 1.1 * (rank // 2)
+            for part in range(4):
+                is_held = part in parts
+                corner = (x + 0.2 * part, y)
+                style = {"fc": BLUE if is_held else "white", "ec": "#9ca3af", "lw": 1.0}
+                axes.add_patch(matplotlib.patches.Rectangle(corner, 0.2, 0.55, **style))
+            if rank in bad_ranks:
+                axes.text(x + 0.1, y + 0.27, "x", color="#b91c1c", fontsize=14, fontweight="bold",
+                          ha="center", va="center")  # fmt: skip
+            axes.text(x + 0.4, y + 0.66, f"rank {rank}", ha="center", fontsize=9)
+        axes.text(left + 0.9, 0.25, text, ha="center", va="center", fontsize=9.5)
+    save(axes, "layouts")
+
+
+def read_table(page: str, heading: str, label: str) -> list[list[str]]:
+    """Return the rows of the first table after a heading whose header begins with a label."""
+    text = (FOLDER.parent / "results" / page).read_text()
+    after = text[text.index(heading) :]
+    lines = after[after.index(f"| {label} |") :].splitlines()
+    rows = []
+    for line in lines[2:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def bars(name: str, labels: list[str], values: list[float], axis_label: str, mark: float) -> None:
+    """Draw horizontal bars with a line for the value of the peer."""
+    size = (8.2, 0.5 * len(labels) + 1.1)
+    axes = pyplot.figure(figsize=size, layout="constrained").add_subplot()
+    axes.barh(labels, values, color="#93c5fd", height=0.6)
+    axes.bar_label(axes.containers[0], fmt="%.2f", padding=4)
+    if mark:
+        axes.axvline(mark, color="#6b7280", lw=1, ls=":")
+    axes.invert_yaxis()
+    axes.set_xlabel(axis_label)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(axes, name)
+
+
+def overhead() -> None:
+    """Draw the time of a scaler's round beside torch's, from docs/results/scaler_figures.md."""
+    labels, values = [], []
+    for ranks_used, parameters, _, optimizers, _, of_sharded, of_torch in read_table(
+        "scaler_figures.md", "## A whole round", "ranks"
+    ):
+        if optimizers != "1":
+            continue
+        peer, ratio = (
+            ("ShardedGradScaler", of_sharded) if of_torch == "-" else ("GradScaler", of_torch)
+        )
+        rank_word = "rank" if ranks_used.startswith("1") else "ranks"
+        labels.append(f"{ranks_used.replace(', fused', '')} {rank_word}, {parameters} parameters"
+                      f"{', fused' if 'fused' in ranks_used else ''}: {peer}")  # fmt: skip
+        values.append(float(ratio.split()[0]))
+    bars("overhead", labels, values, "time of one round, of torch's (dotted: equal)", 1.0)
+
+
+def slow_link() -> None:
+    """Draw the seconds of a step over a slow link, from docs/results/comm_hooks_figures.md."""
+    rows = read_table("comm_hooks_figures.md", "The same with `--hosts 2 --local 2`", "step with")
+    names = {"compute": "compute alone", "torch fp16": "torch's fp16 hook",
+             "fp16": "distamp fp16", "int8": "distamp int8"}  # fmt: skip
+    labels = [names[row[0]] for row in rows]
+    bars("slow_link", labels, [float(row[1]) for row in rows], "seconds for one step", 0.0)
+
+
 if __name__ == "__main__":
-    for draw in (one_step, ranks, loss_scale, wire, precision):
+    for draw in (one_step, ranks, loss_scale, wire, precision, layouts, overhead, slow_link):
         draw()

@@ -20,7 +20,8 @@ import importlib.metadata, pathlib, sys, distamp
 installed = pathlib.Path(distamp.__file__).resolve()
 assert installed.is_relative_to(pathlib.Path(sys.prefix).resolve()), installed
 assert importlib.metadata.version("distamp") == distamp.__version__
-assert "torch" in importlib.metadata.requires("distamp")[0]
+required = [line for line in importlib.metadata.requires("distamp") if "extra ==" not in line]
+assert [line.split(">")[0] for line in required] == ["torch"], required
 missing = [name for name in distamp.__all__ if not hasattr(distamp, name)]
 assert not missing, missing
 print("distamp", distamp.__version__, "has all its public names")
@@ -46,6 +47,7 @@ def check(built: Path, folder: Path) -> None:
         ["-m", "pip", "install", "--quiet", *apart, str(built)],
         ["-c", LOOK],
         [PROGRAM.name],
+        ["-m", "distamp", "doctor"],
         # distamp is py.typed, so a user's program is checked against its types.
         ["-m", "mypy", "--strict", "--no-incremental", PROGRAM.name],
     ):

@@ -240,6 +240,14 @@ def test_a_figure_is_that_of_the_result_it_links_to(page: Path) -> None:
     assert differ == []
 
 
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_result_begins_with_its_date_commit_and_command(page: Path) -> None:
+    first_paragraph = page.read_text().split("\n\n")[1]
+    assert re.match(r"\d{4}-\d\d-\d\d\b", first_paragraph)
+    assert re.search(r"\bat (?:[0-9a-f]{7,8}|the commits|a commit that was not)\b", first_paragraph)
+    assert re.search(r"`[^`]*(?:python|make|torchrun|sudo)\b[^`]*`", first_paragraph)
+
+
 def test_figures_are_compared() -> None:
     found = [label for page in PROSE for label, _, _ in figures(page) if numbers(label)]
     assert len(found) > 30
