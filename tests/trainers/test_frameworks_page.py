@@ -125,8 +125,8 @@ GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
 
 # What the page says is to be changed for a guard in bf16.
 IN_BF16 = [
-    ("from distamp import DistGradScaler", "from distamp import StepGuard"),
-    ('DistGradScaler("cpu")', "StepGuard()"),
+    ("from distamp import GradScaler", "from distamp import StepGuard"),
+    ('GradScaler("cpu")', "StepGuard()"),
     ('"float16"', '"bfloat16"'),
 ]
 
