@@ -29,7 +29,7 @@ class UnitNorm(nn.Module):
 
 
 def describe_origin() -> str:
-    """Describe the origin of the NaN in a step whose batch has a row of zeros on rank 1."""
+    """Describe the origin of the NaN in a step with a row of zeros in the batch of rank 1."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(UnitNorm(), nn.Linear(8, 4)))
     inputs, targets = torch.randn(16, 8), torch.randint(4, (16,))

@@ -40,12 +40,15 @@ def run_tests(paths: list[str]) -> str:
 def format_row(paths: list[str], result: str) -> str:
     """Return the row of the table."""
     version = torch.__version__.partition("+")[0]
-    tests = ", ".join(f"`{path}`" for path in paths) or "all"
-    when = f"{datetime.date.today()} at {read_commit()}"
-    build = f"{describe_build()}, Python {platform.python_version()}"
-    return f"| {version} | {build} | {tests}, {when} | {result} |"
+    python = platform.python_version()
+    tests = ", ".join(f"`{path}`" for path in paths)
+    date = datetime.date.today()
+    build = describe_build()
+    commit = read_commit()
+    tests = tests or "all"
+    return f"| {version} | {build}, Python {python} | {tests}, {date} at {commit} | {result} |"
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:]
-    print(format_row(chosen, run_tests(chosen)))
+    test_paths = sys.argv[1:]
+    print(format_row(test_paths, run_tests(test_paths)))
