@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.common import command, interleave, median, ratio, slowest, table
+from benchmarks.common import (
+    format_median,
+    format_ratio,
+    interleave,
+    print_table,
+    run_command,
+    slowest_times,
+)
 from distamp.report import compare_gradients
 from launch.config import Config
 from launch.model import GPT
@@ -69,7 +76,7 @@ def run_rank(rounds: int, layers: int, d_model: int) -> dict[str, list[float]]:
         dist.barrier()
 
     contenders = {PLAIN: plain_step, BOTH: both_steps, CALL: compare}
-    return interleave(contenders, rounds, before=prepare)
+    return interleave(contenders, rounds, setup=prepare)
 
 
 def main(rounds: int = 15, layers: int = 4, d_model: int = 128) -> None:
@@ -81,13 +88,13 @@ def main(rounds: int = 15, layers: int = 4, d_model: int = 128) -> None:
         d_model: Its width.
     """
     with RankPool(RANKS, timeout=900) as pool:
-        times = slowest(pool.run(run_rank, rounds, layers, d_model))
+        times = slowest_times(pool.run(run_rank, rounds, layers, d_model))
     rows = []
     for name in (PLAIN, BOTH, CALL):
-        ratios = [ratio(times[name], times[peer]) for peer in (PLAIN, BOTH)]
-        rows.append([name, median(times[name]), *ratios])
-    table(["", "ms", "of the plain step", "of both steps"], rows)
+        ratios = [format_ratio(times[name], times[peer]) for peer in (PLAIN, BOTH)]
+        rows.append([name, format_median(times[name]), *ratios])
+    print_table(["", "ms", "of the plain step", "of both steps"], rows)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 import distamp
-from benchmarks.common import command, interleave, median, ratio, table
+from benchmarks.common import format_median, format_ratio, interleave, print_table, run_command
 from launch.config import Config
 from launch.model import GPT
 
@@ -69,9 +69,9 @@ def main(
     timings = interleave(contenders(config, dtype), rounds, clock=time.process_time)
     rows = []
     for name, times in timings.items():
-        rows.append((name, median(times), ratio(times, timings["plain step"])))
-    table(("step", "ms", "of a plain step"), rows)
+        rows.append((name, format_median(times), format_ratio(times, timings["plain step"])))
+    print_table(("step", "ms", "of a plain step"), rows)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(main)

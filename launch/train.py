@@ -150,9 +150,10 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: Stop
             schedule.advance(taken)
             job.average.update(taken)
             amp.zero_grad()
-            rewinds.record()
             if rewinds.is_enabled and "save" in tasks:
                 check_state(job)
+            # Last, because it ends the iteration: a later error would count one step too many.
+            rewinds.record()
         except RUN_IS_BAD as error:
             rewound = rewinds.go_back(error)
             progress.skipped = progress.step - int(schedule.taken)
