@@ -4,8 +4,8 @@
 
 One row is one check and one model of random weights. Only the guarded step is timed, not the
 forward and backward passes. A comparison of replicas runs in one of 20 steps, so a turn is 20
-steps. On several ranks a turn takes as long as its slowest rank. The last table counts the messages
-and bytes of one step.
+steps. On several ranks a turn takes as long as its slowest rank. The second table has whole
+training steps, and the last one counts the messages and bytes of one step.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +25,15 @@ from benchmarks.common import (
     run_command,
     slowest_times,
 )
-from distamp import StepGuard
+from distamp import StepGuard, initialize
+from launch.config import Config
+from launch.model import GPT
 from tests.collectives import count_collectives
 from tests.ranks import RankPool
 
 PLAIN, CHECKED = "without", "with"
 EVERY = 20
+VOCABULARY = 256
 CHECKS: dict[str, dict[str, Any]] = {
     "check_update": {"check_update": True},
     f"check_replicas_every={EVERY}": {"check_replicas_every": EVERY},
@@ -92,6 +95,46 @@ def measure(case: Case, rounds: int) -> Timings:
     return interleave(contenders, rounds, setup=dist.barrier)
 
 
+TRAINING: dict[str, dict[str, Any]] = {
+    "check_update": {"check_update": True},
+    "check_replicas_every=100": {"check_replicas_every": 100},
+    "snapshots(every=50)": {"snapshots": 50},
+    "all three": {"check_update": True, "check_replicas_every": 100, "snapshots": 50},
+}
+
+
+def training_steps(settings: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that takes 100 training steps of the launcher's GPT in DDP."""
+    torch.manual_seed(0)
+    config = Config(layers=2, d_model=96, heads=4, seq_len=64)
+    model = DistributedDataParallel(GPT(config, VOCABULARY))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    options = dict(settings)
+    interval = options.pop("snapshots", 0)
+    amp = initialize(model, optimizer, "fp32", **options)
+    snapshots = amp.snapshots(every=interval) if interval else None
+    tokens = torch.randint(VOCABULARY, (4, config.seq_len))
+
+    def steps() -> None:
+        for _ in range(100):
+            amp.zero_grad()
+            logits = amp.model(tokens)
+            amp.backward(nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
+            amp.step(max_norm=1.0)
+            if snapshots is not None:
+                snapshots.record()
+
+    return steps
+
+
+def measure_training(rounds: int) -> Timings:
+    """Return the times of 100 training steps without and with each check on this rank."""
+    contenders = {PLAIN: training_steps({})}
+    for name, settings in TRAINING.items():
+        contenders[name] = training_steps(settings)
+    return interleave(contenders, rounds, warmup=1, setup=dist.barrier)
+
+
 def count_messages(check: str) -> list[str]:
     """Return messages and bytes of a step without and with a check."""
     case = Case(check, "fused", 24, 1_333, 2, 1)
@@ -128,6 +171,12 @@ def main(*, rounds: int = 25) -> None:
                 format_ratio(timings[CHECKED], timings[PLAIN]),
             ]
 
+    def training_rows() -> Iterator[list[object]]:
+        timings = slowest_times(pair.run(measure_training, max(3, rounds // 3)))
+        for name in TRAINING:
+            ratio = format_ratio(timings[name], timings[PLAIN])
+            yield [name, format_median(timings[PLAIN], 10.0), ratio]
+
     def message_rows() -> Iterator[list[object]]:
         for check in CHECKS:
             yield [check, *pair.run(count_messages, check)[0]]
@@ -135,6 +184,8 @@ def main(*, rounds: int = 25) -> None:
     with RankPool(1, timeout=600) as one_rank, RankPool(2, timeout=600) as pair:
         header = ["check", "AdamW", "elements", "ranks", "ms a step without", "with, of without"]
         print_table(header, time_rows())
+        header = ["check", "ms a step without", "with, of without"]
+        print_table(header, training_rows(), "A training step of the launcher's GPT on two ranks")
         print_table(["check", PLAIN, CHECKED], message_rows(), "Messages and bytes of one step")
 
 
