@@ -183,6 +183,8 @@ class Metrics(contextlib.ExitStack):
             num_steps = format_steps(record["rewound"])
             entries["rewind"] = f"{num_steps} after {record['error']}"
         skipped_earlier = [str(s) for s in record.get("skipped_steps", []) if s != step]
+        if "rewound" in record:
+            skipped_earlier = []  # The number of steps is in the line already.
         if skipped_earlier:
             noun = "step" if len(skipped_earlier) == 1 else "steps"
             entries["skipped_earlier"] = f"{noun} {', '.join(skipped_earlier)}"
@@ -389,10 +391,12 @@ def _draw_run(
         (scales, "scale", _points(rows, "loss_scale"), {"drawstyle": "steps-pre"}),
         (cross_panel, "skipped", skips, crosses),
     )
-    rewinds = [row["step"] for row in rows if "rewound" in row]
-    for index, step in enumerate(rewinds):
-        label = f"{name}, went back" if index == 0 else None
-        losses.axvline(step, color=color, ls=":", label=label)
+    label: str | None = f"{name}, went back"
+    for row in rows:
+        if "rewound" in row:
+            first_step = row["step"] - row["rewound"]
+            losses.axvspan(first_step, row["step"], color=color, alpha=0.2, lw=0, label=label)
+            label = None  # One entry of the legend for all.
     for panel, label, points, style in curves:
         if points:
             (line,) = panel.plot(*zip(*points, strict=True), **style)
