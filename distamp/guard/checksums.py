@@ -57,6 +57,8 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
 
     Small tensors of a dtype are joined, because a kernel for each takes longer than its elements.
 
+    Call it under no_grad.
+
     Args:
         tensors: At least one dense tensor.
     """
@@ -85,8 +87,7 @@ def _join_small(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             yield tensor
             continue
         dtype = tensor.dtype
-        flat = tensor.detach().reshape(-1)
-        small.setdefault(dtype, []).append(flat)
+        small.setdefault(dtype, []).append(tensor.flatten())
         sizes[dtype] = sizes.get(dtype, 0) + tensor.nbytes
         if sizes[dtype] >= _JOINED_BYTES:
             yield torch.cat(small.pop(dtype))
