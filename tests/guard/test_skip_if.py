@@ -51,6 +51,15 @@ def test_a_request_does_not_clip_the_gradients():
     assert parameter.grad.item() == 8.0
 
 
+def test_a_fused_step_in_float64_is_not_clipped():
+    """Such gradients are clipped before the kernel runs."""
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    parameter.grad = torch.full_like(parameter, 8.0)
+    StepGuard().step(optimizer, max_norm=1.0, skip_if=True)
+    assert parameter.grad.item() == 8.0
+
+
 def test_the_norm_of_a_step_that_was_requested_to_skip_is_known():
     parameter, optimizer = sgd()
     guard = StepGuard()

@@ -100,6 +100,16 @@ def test_large_finite_weights_are_not_accused():
     assert guard.step_counts(optimizer).taken == 3
 
 
+def test_the_flag_of_large_finite_weights_is_not_set():
+    model = Net()
+    with torch.no_grad():
+        model.first.bias[0] = 3e38
+        model.middle.weight[:, 0] = 0.0
+    guard = guard_of(model)
+    iteration(guard, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert guard._update_check._measured == []
+
+
 def test_a_checkpoint_that_was_loaded_after_the_bad_step_is_not_accused():
     model = Net()
     good = {key: value.clone() for key, value in model.state_dict().items()}
