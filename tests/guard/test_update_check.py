@@ -137,6 +137,7 @@ def test_every_rank_names_the_weight_of_the_bad_rank(layout, step):
     name, bad = next(iter(model.named_parameters()))
     optimizer = BadSGD(model.parameters(), bad, rank=1)
     text = error_of_the_fourth_step(guard_of(model), model, optimizer, **step)
+    assert text.startswith("After step 3 of the steps taken by BadSGD")
     assert f"inf or NaN: {name} (rank 1). " in text
 
 
