@@ -21,7 +21,7 @@ from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 
-THINGS = ("LoRA", "half base", "hook", "compiled", "accumulation", "unused weights", "several")
+SETUPS = ("LoRA", "half base", "hook", "compiled", "accumulation", "unused weights", "several")
 
 
 class LoRA(nn.Module):
@@ -38,49 +38,49 @@ class LoRA(nn.Module):
         return base + self.middle(self.hidden(inputs))
 
 
-def make_model(thing: str) -> Any:
+def make_model(setup: str) -> Any:
     """Return a model in DDP with an ordinary thing."""
     torch.manual_seed(0)
     model: nn.Module = Net()
-    if thing == "LoRA":
+    if setup == "LoRA":
         model = LoRA(torch.float32)
-    elif thing == "half base":
+    elif setup == "half base":
         model = LoRA(torch.bfloat16)
-    elif thing == "unused weights":
+    elif setup == "unused weights":
         model.unused = nn.Linear(8, 8)  # type: ignore[assignment]
-    ddp = DistributedDataParallel(model, find_unused_parameters=thing == "unused weights")
-    if thing == "hook":
+    ddp = DistributedDataParallel(model, find_unused_parameters=setup == "unused weights")
+    if setup == "hook":
         register_comm_hook(ddp, "int8")
-    return torch.compile(ddp, backend="aot_eager") if thing == "compiled" else ddp
+    return torch.compile(ddp, backend="aot_eager") if setup == "compiled" else ddp
 
 
 class Run:
     """A training run with both checks.
 
     Args:
-        thing: An entry of `THINGS`.
+        setup: An entry of `SETUPS`.
     """
 
-    def __init__(self, thing: str) -> None:
-        self.thing = thing
-        self.model = make_model(thing)
+    def __init__(self, setup: str) -> None:
+        self.setup = setup
+        self.model = make_model(setup)
         trained = [param for param in self.model.parameters() if param.requires_grad]
-        halves = [trained]
-        if thing == "several":
-            halves = [trained[:2], trained[2:]]
+        param_lists = [trained]
+        if setup == "several":
+            param_lists = [trained[:2], trained[2:]]
         self.weight = trained[0]
         names = {id(param): name for name, param in self.model.named_parameters()}
         self.weight_name = re.escape(names[id(self.weight)])
         self.optimizers = []
-        for half in halves:
-            self.optimizers.append(BadSGD(half, self.weight, rank=1, bad_step=99))
+        for params in param_lists:
+            self.optimizers.append(BadSGD(params, self.weight, rank=1, bad_step=99))
         names = self.model.named_parameters()
         self.guard = StepGuard(named_parameters=names, check_update=True, check_replicas_every=1)
 
     def iteration(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        passes = 2 if self.thing == "accumulation" else 1
+        passes = 2 if self.setup == "accumulation" else 1
         for number in range(passes):
             is_last = number == passes - 1
             with contextlib.nullcontext() if is_last else self.model.no_sync():
@@ -90,9 +90,9 @@ class Run:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("thing", THINGS)
-def test_a_bad_update_is_named(thing):
-    run = Run(thing)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_bad_update_is_named(setup):
+    run = Run(setup)
     run.iteration()
     run.optimizers[0].bad_step = 2
     run.iteration()
@@ -102,9 +102,9 @@ def test_a_bad_update_is_named(thing):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("thing", THINGS)
-def test_a_flipped_bit_is_named(thing):
-    run = Run(thing)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_flipped_bit_is_named(setup):
+    run = Run(setup)
     for _ in range(3):
         run.iteration()
     frozen = [param for param in run.model.parameters() if not param.requires_grad]

@@ -2,11 +2,11 @@
 
 The faults are a JSON object in the environment variable ``PLANTED_FAULTS``:
 
-    nan: Steps whose update writes NaN into one weight of the last rank.
+    nan: Steps with an update of NaN in one weight of the last rank.
     flip: Steps after which one bit of one weight of the last rank is flipped.
-    poison: Steps whose loss is NaN on the last rank.
+    poison: Steps with NaN in a gradient of the last rank.
     once: A folder. A fault of ``nan`` or ``flip`` makes a file there, and happens only once.
-    dropped: Steps whose batches are left out, for a run to compare with.
+    dropped: Steps without their batches, in a run for comparison.
 """
 
 import itertools
