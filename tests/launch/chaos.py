@@ -84,15 +84,6 @@ def draw_faults(chance: random.Random, steps: int, folder: Path) -> dict[str, An
     return planted
 
 
-def passed_over(rows: jobs.Rows) -> list[int]:
-    """Return the steps that a run has taken back, or had under way when it went back."""
-    steps: list[int] = []
-    for row in rows:
-        if "rewound" in row:
-            steps += row["skipped_steps"]
-    return steps
-
-
 def run_with_faults(kills: int, seed: int, steps: int) -> int:
     """Kill a run with planted faults, and compare its end with a run of the batches that count."""
     chance = random.Random(seed)
@@ -118,7 +109,7 @@ def run_with_faults(kills: int, seed: int, steps: int) -> int:
             job = start(run, args, planted)
         ended = job.wait()
         rows = jobs.records(run)
-        dropped = passed_over(rows)
+        dropped = jobs.passed_over(rows)
         errors = [row["error"] for row in rows if "rewound" in row]
         clean_steps = steps - len(dropped)
         last = ["--steps", str(clean_steps), "--save-every", str(clean_steps)]

@@ -107,6 +107,15 @@ def losses(rows: Rows) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def passed_over(rows: Rows) -> list[int]:
+    """Return the steps that a run has taken back, or had under way when it went back."""
+    steps: list[int] = []
+    for row in rows:
+        if "rewound" in row:
+            steps += row["skipped_steps"]
+    return steps
+
+
 def weights(run: Path, step: int, kind: str = "model.") -> torch.Tensor:
     reader = dcp.FileSystemReader(run / "checkpoints" / f"step-{step:08d}")
     saved = reader.read_metadata().state_dict_metadata

@@ -28,15 +28,6 @@ def train_with(folder: Path, planted: dict[str, Any], *args: Any) -> jobs.Rows:
         return jobs.train(folder, args)
 
 
-def passed_over(rows: jobs.Rows) -> list[int]:
-    """Return the steps that a run has taken back, or had under way when it went back."""
-    steps: list[int] = []
-    for row in rows:
-        if "rewound" in row:
-            steps += row["skipped_steps"]
-    return steps
-
-
 @pytest.mark.parametrize(
     ("planted", "error"),
     [
@@ -52,7 +43,7 @@ def test_a_run_that_goes_back_equals_a_run_without_the_batches_it_passed_over(
 ):
     args = ("--data", text, *FLAGS)
     rows = ranks2.run(train_with, tmp_path / "faults", planted, *args, "--steps", STEPS)[0]
-    dropped = passed_over(rows)
+    dropped = jobs.passed_over(rows)
     assert [row["error"] for row in rows if "rewound" in row][-1] == error
     steps = STEPS - len(dropped)
     others = {"dropped": dropped}
