@@ -190,7 +190,7 @@ def test_two_workers_go_on_from_a_checkpoint_to_the_same_weights():
         command, env=environment, cwd=PAGE.parents[1], capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    whole, taken_up, saved = done.stdout.strip().splitlines()[-3:]
-    assert whole.removeprefix("whole: ") == taken_up.removeprefix("taken up: ")
-    assert "scale 512" in whole, "one worker overflowed once, and both skipped"
+    uninterrupted, resumed, saved = done.stdout.strip().splitlines()[-3:]
+    assert uninterrupted.removeprefix("uninterrupted: ") == resumed.removeprefix("resumed: ")
+    assert "scale 512" in uninterrupted, "one worker overflowed once, and both skipped"
     assert "fp16 saved" in saved
