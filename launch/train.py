@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     # This file runs as a script, so the packages of the repository are one folder above it.
@@ -24,7 +25,7 @@ from launch.checkpoint import Checkpoints
 from launch.config import Config, parse, to_seconds
 from launch.data import Batch, Data, batch_indices, load_batches, load_data
 from launch.evaluate import evaluate
-from launch.job import Job, make_job, try_start
+from launch.job import Job, Progress, make_job, try_start
 from launch.metrics import Metrics
 from launch.model import loss_function
 from launch.optim import LRSchedule, shard_mesh
@@ -157,16 +158,7 @@ def train(job: Job, checkpoints: Checkpoints, metrics: Metrics, check_stop: Stop
         except RUN_IS_BAD as error:
             rewound = rewinds.go_back(error)
             progress.skipped = progress.step - int(schedule.taken)
-            # The steps that were taken back count as skipped, as does the step under way.
-            metrics.record(
-                {
-                    "step": progress.step,
-                    "rewound": rewound,
-                    "error": type(error).__name__,
-                    "skipped": progress.skipped,
-                    "skipped_steps": list(range(progress.step - rewound, progress.step + 1)),
-                }
-            )
+            metrics.record(rewind_record(progress, rewound, error))
             taken_flags.clear()
             if config.keep_checkpoints and progress.step == config.steps:
                 save(job, checkpoints, metrics, is_last=True)
@@ -235,6 +227,25 @@ def list_skipped_steps(taken_flags: Sequence[Tensor], last_step: int) -> list[in
     first_step = last_step - len(taken_flags) + 1
     flags = torch.stack(list(taken_flags)).tolist()
     return [step for step, taken in enumerate(flags, first_step) if not taken]
+
+
+def rewind_record(progress: Progress, rewound: int, error: Exception) -> dict[str, Any]:
+    """Return the record of a rewind.
+
+    The steps that were taken back count as skipped, as does the step under way.
+
+    Args:
+        progress: The progress of the run, with the step under way.
+        rewound: The number of steps that were taken back.
+        error: The error after which the run went back.
+    """
+    return {
+        "step": progress.step,
+        "rewound": rewound,
+        "error": type(error).__name__,
+        "skipped": progress.skipped,
+        "skipped_steps": list(range(progress.step - rewound, progress.step + 1)),
+    }
 
 
 def run_passes(job: Job, microbatches: Sequence[Batch]) -> Tensor:

@@ -162,14 +162,8 @@ class ReplicaCheck:
         self._last_iteration = iteration
         if not is_requested and not is_due:
             return 0
-        try:
-            self._measure(group, modulus)
-        except Exception as error:
-            # `evidence` tells the other ranks.
-            self._error = f"{type(error).__name__}: {error}"
-            self._values, self._is_planned = {}, False
-            return 1
-        if not self._is_planned:
+        self._measure(group, modulus)
+        if self._error or not self._is_planned:
             return 1
         summands: list[tuple[int, int | Tensor]] = []
         values: dict[SetKey, int | Tensor] = self._values or {}
@@ -202,15 +196,31 @@ class ReplicaCheck:
 
     @no_grad_fast
     def _measure(self, group: MessageGroup, modulus: int) -> None:
-        """Find the sets of this rank and measure their checksums."""
+        """Find the sets of this rank and measure their checksums.
+
+        An error is part of the `evidence`, because other ranks wait.
+        """
         self._group, self._error = group, ""
-        self._sets, self._not_compared = find_replica_sets(
-            self._optimizers(), self._names, *self.layout_fns
-        )
         values: dict[SetKey, int | Tensor] = {}
-        for key, replica_set in self._sets.items():
-            values[key] = _set_checksum(replica_set, group.device, modulus)
         self._values = values
+        try:
+            self._sets, self._not_compared = find_replica_sets(
+                self._optimizers(), self._names, *self.layout_fns
+            )
+            for key, replica_set in self._sets.items():
+                values[key] = _set_checksum(replica_set, group.device, modulus)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+            self._is_planned = False
+
+    def _gather_evidence(self, group: MessageGroup, modulus: int) -> list[tuple[int, Any]]:
+        """Measure now, and return the evidence of each rank.
+
+        Collective: every rank of the group must call this.
+        """
+        self._measure(group, modulus)
+        gathered = self._all_gather(self.evidence())
+        return list(zip(group.global_ranks, gathered, strict=True))
 
     def evidence(self) -> dict[SetKey, _SetSummary] | str | None:
         """Return a summary of each set, the text of an error, or None if no check was due."""
@@ -246,9 +256,7 @@ class ReplicaCheck:
 
         Collective: every rank of the group must call this, after an announcement.
         """
-        self._measure(group, modulus)
-        gathered = self._all_gather(self.evidence())
-        self.raise_findings(list(zip(group.global_ranks, gathered, strict=True)))
+        self.raise_findings(self._gather_evidence(group, modulus))
         return self.comparison()
 
     def comparison(self) -> ReplicaComparison:
@@ -262,11 +270,9 @@ class ReplicaCheck:
 
     def _compare(self, evidence_by_rank: Sequence[tuple[int, Any]]) -> ReplicaMismatchError | None:
         """Return an error if replicas differ, and remember which ranks have which set."""
-        for rank, evidence in evidence_by_rank:
-            if isinstance(evidence, str):
-                return ReplicaMismatchError(
-                    f"Rank {rank} could not compare its replicas: {evidence}"
-                )
+        error = _measurement_error(evidence_by_rank)
+        if error is not None:
+            return error
         ranks_by_key = _ranks_of_sets(evidence_by_rank)
         different_keys: list[SetKey] = []
         own_rank = None if self._group is None else self._group.global_rank
@@ -415,11 +421,12 @@ class ReplicaCheck:
             The names of the tensors and numbers that any rank has received.
 
         Raises:
-            ReplicaMismatchError: Names or shapes differ.
+            ReplicaMismatchError: Names or shapes differ, or a rank could not read its tensors.
         """
-        self._measure(group, modulus)
-        gathered = self._all_gather(self.evidence())
-        evidence_by_rank = list(zip(group.global_ranks, gathered, strict=True))
+        evidence_by_rank = self._gather_evidence(group, modulus)
+        error = _measurement_error(evidence_by_rank)
+        if error is not None:
+            raise error
         ranks_by_key = _ranks_of_sets(evidence_by_rank)
         keys = sorted(ranks_by_key, key=str)
         differences, missing = self._find_differences(ranks_by_key, keys)
@@ -489,6 +496,16 @@ def _fingerprint(tensor: ReplicaTensor) -> tuple[str, str, int]:
         return tensor.name, tensor.structure(), int(value)
     text = repr(tensor.value)
     return tensor.name, tensor.structure(), zlib.crc32(text.encode())
+
+
+def _measurement_error(
+    evidence_by_rank: Sequence[tuple[int, Any]],
+) -> ReplicaMismatchError | None:
+    """Return an error if a rank could not measure its checksums."""
+    for rank, evidence in evidence_by_rank:
+        if isinstance(evidence, str):
+            return ReplicaMismatchError(f"Rank {rank} could not compare its replicas: {evidence}")
+    return None
 
 
 def _ranks_of_sets(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from distamp.errors import ConfigError
 from distamp.fsdp_unit import FSDPUnit, free_gathered_flat_params
 from distamp.grads import dtensor_class, is_dtensor, to_local
 from distamp.observers import SnapshotSource
-from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
+from distamp.optim_utils import describe_optimizer, params_of, view_of
 
 __all__ = [
     "ExtraState",
@@ -28,7 +28,6 @@ __all__ = [
     "SnapshotPart",
     "SourceState",
     "clear_gradients",
-    "named_float_tensors",
     "reshard",
 ]
 
@@ -593,42 +592,3 @@ def clear_gradients(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> N
             tensor.grad = None
         else:
             tensor.grad.zero_()
-
-
-def named_float_tensors(
-    models: Sequence[nn.Module], optimizers: Iterable[Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained weights and floating optimizer state of this rank, with their names.
-
-    Tensors of one byte an element are left out, because they have no function isfinite.
-    """
-    names: dict[int, str] = {}
-    for model in models:
-        for name, model_param in model.named_parameters():
-            names.setdefault(id(model_param), name)
-    for optimizer in optimizers:
-        view = view_of(optimizer)
-        base = view.base
-        # First, because the pairs create missing masters, which are keys of the state.
-        pairs = view.param_pairs()
-        for param_name, (param, stepped) in zip(param_names(base), pairs, strict=True):
-            name = names.get(id(param), param_name)
-            if param.requires_grad:
-                yield from _float_parts(name, param)
-            state = base.state.get(stepped)
-            if isinstance(state, Mapping):
-                for key, value in state.items():
-                    yield from _float_parts(f"{key} of {name}", value)
-
-
-def _float_parts(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain floating tensors of a tensor."""
-    if not isinstance(value, Tensor):
-        return
-    local: Any = to_local(value)
-    if is_traceable_wrapper_subclass(local):
-        part_names, _ = local.__tensor_flatten__()
-        for part_name in part_names:
-            yield from _float_parts(name, getattr(local, part_name))
-    elif local.is_floating_point() and local.dtype.itemsize > 1:
-        yield name, local

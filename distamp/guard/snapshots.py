@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from distamp.errors import (
     NonFiniteWeightsError,
     RankMismatchError,
 )
-from distamp.grads import norm_power
+from distamp.grads import found_inf_tensor
 from distamp.guard.rank_sync import CallFingerprint, Exchange, MissingGrads, RankSync
 from distamp.guard.snapshot_state import (
     ExtraState,
@@ -29,10 +28,9 @@ from distamp.guard.snapshot_state import (
     SnapshotPart,
     SourceState,
     clear_gradients,
-    named_float_tensors,
 )
 from distamp.guard.step_guard import StepGuardBase
-from distamp.guard.weights import find_nonfinite
+from distamp.guard.weights import nonfinite_state_names
 from distamp.observers import COMM_HOOK_ATTR, SnapshotSource
 from distamp.optim_utils import describe_optimizer, unwrap_optimizer
 from distamp.process_group import MessageGroup
@@ -303,7 +301,7 @@ class Snapshots:
         exchange.error = error
         for flag in flags:
             exchange.missing_grads.append(MissingGrads())
-            exchange.found_inf.append(_flag_tensor(flag, group.device))
+            exchange.found_inf.append(found_inf_tensor(flag, group.device))
         if not flags[0]:
             # Ranks compare replicas only if no rank has inf or NaN, which is the clearer error.
             self._guard.compare_replicas_in_next_message()
@@ -314,16 +312,11 @@ class Snapshots:
 
     def _find_nonfinite(self) -> list[str]:
         """Return the names of weights and optimizer state with inf or NaN on this rank."""
-        named_tensors = list(named_float_tensors(self._models, self._optimizers))
-        values_by_device: dict[torch.device, list[Tensor]] = {}
-        for _, tensor in named_tensors:
-            values_by_device.setdefault(tensor.device, []).append(tensor)
-        # Norms take one read. Squares of finite values may overflow, so the names need another one.
-        powers = [norm_power(values, 2.0, device) for device, values in values_by_device.items()]
-        if all(map(math.isfinite, powers)):
-            return []
-        names = find_nonfinite(named_tensors)
-        return list(dict.fromkeys(names))
+        names: dict[Tensor, str] = {}
+        for model in self._models:
+            for name, param in model.named_parameters():
+                names.setdefault(param, name)
+        return nonfinite_state_names(self._optimizers, names)
 
     def _raise_nonfinite(self, rows: Sequence[tuple[int, list[str], str]]) -> None:
         """Raise on every rank if weights or optimizer state of a rank have inf or NaN."""
@@ -509,10 +502,6 @@ class Snapshots:
         torch.clear_autocast_cache()
         # The next snapshot may overwrite the memory from which devices still copy.
         snapshot.copies.wait()
-
-
-def _flag_tensor(flag: bool, device: torch.device) -> Tensor:
-    return torch.full((), float(flag), dtype=torch.float32, device=device)
 
 
 def _is_flagged(synced: Any) -> bool:

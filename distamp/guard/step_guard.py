@@ -1571,8 +1571,8 @@ class StepGuardBase(Joinable):
         names: list[str] = []
         error: Exception | None = None
         try:
-            for optimizer, _ in self._histories.live():
-                names += nonfinite_state_names(optimizer, self._tensor_names)
+            optimizers = [optimizer for optimizer, _ in self._histories.live()]
+            names = nonfinite_state_names(optimizers, self._tensor_names)
         except Exception as raised:
             error = raised
         group = sync.announce("check_weights()", device=device, error=error)

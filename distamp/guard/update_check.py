@@ -13,7 +13,11 @@ from distamp import device_utils
 from distamp.clip_grad import any_found_inf
 from distamp.grads import no_grad_fast, norm_power, to_local
 from distamp.guard.optimizer_history import OptimizerHistory
-from distamp.guard.weights import nonfinite_update_error, nonfinite_weight_names
+from distamp.guard.weights import (
+    nonfinite_update_error,
+    nonfinite_weight_names,
+    written_weights,
+)
 from distamp.optim_utils import OptimizerView, describe_optimizer
 from distamp.process_group import MessageGroup
 
@@ -64,7 +68,7 @@ class UpdateCheck:
             history: Its history.
             device: The device of the loss scale.
         """
-        weights = _written_weights(view)
+        weights = [to_local(param) for param in written_weights(view.param_pairs())]
         is_bad: bool | Tensor
         if device_utils.is_cpu(device):
             is_bad = _has_nonfinite(weights)
@@ -158,22 +162,6 @@ class UpdateCheck:
             else:
                 return True
         return any_found_inf(flags, device) if flags else False
-
-
-def _written_weights(view: OptimizerView) -> list[Tensor]:
-    """Return the parts on this rank of the weights that a step wrote; all if no gradient is left.
-
-    Weights of one byte are left out, because they have no inf.
-    """
-    written: list[Tensor] = []
-    trained: list[Tensor] = []
-    for param, stepped in view.param_pairs():
-        if not param.requires_grad or param.dtype.itemsize == 1:
-            continue
-        trained.append(param)
-        if param.grad is not None or stepped.grad is not None:
-            written.append(param)
-    return [to_local(param) for param in written or trained]
 
 
 def _has_nonfinite(weights: list[Tensor]) -> bool:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distamp.error_text import names_with_ranks_text
 from distamp.errors import NonFiniteWeightsError
-from distamp.grads import to_local
+from distamp.grads import norm_power, to_local
 from distamp.optim_utils import describe_optimizer, param_names, params_of, view_of
 
 __all__ = [
-    "find_nonfinite",
     "nonfinite_state_error",
     "nonfinite_state_names",
     "nonfinite_update_error",
     "nonfinite_weight_names",
     "nonfinite_weights_error",
+    "written_weights",
 ]
 
 
@@ -35,32 +37,57 @@ def nonfinite_weight_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[
         names: Names that replace the optimizer's.
     """
     try:
-        return find_nonfinite(_trained_weights(optimizer, names))
+        return _find_nonfinite(_trained_weights(optimizer, names))
     except Exception:
         return []
 
 
 def _trained_weights(optimizer: Any, names: Mapping[Tensor, str]) -> list[tuple[str, Tensor]]:
     """Return the weights of the model that an optimizer trains, by name."""
-    model_params: dict[int, Tensor] = {}
-    for param, stepped in view_of(optimizer).param_pairs():
-        model_params[id(stepped)] = param
-    with_grad: list[tuple[str, Tensor]] = []
-    trained: list[tuple[str, Tensor]] = []
-    for name, stepped in zip(param_names(optimizer), params_of(optimizer), strict=True):
-        param = model_params.get(id(stepped), stepped)
-        # A dtype of one byte has no function isfinite.
+    pairs: list[tuple[Tensor, Tensor]] = []
+    names_by_id: dict[int, str] = {}
+    for name, param, stepped in _named_pairs(optimizer, names):
+        pairs.append((param, stepped))
+        names_by_id[id(param)] = name
+    return [(names_by_id[id(param)], param) for param in written_weights(pairs)]
+
+
+def written_weights(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return the parameters that a step writes; all trained ones if no gradient is left.
+
+    Parameters of one byte an element are left out, because they have no function isfinite.
+
+    Args:
+        pairs: Parameters of the model with the tensors that are stepped.
+    """
+    with_grad: list[Tensor] = []
+    trained: list[Tensor] = []
+    for param, stepped in pairs:
         if not param.requires_grad or param.dtype.itemsize == 1:
             continue
-        weight = names.get(param, name), param
-        trained.append(weight)
+        trained.append(param)
         if param.grad is not None or stepped.grad is not None:
-            with_grad.append(weight)
+            with_grad.append(param)
     return with_grad or trained
 
 
+def _named_pairs(
+    optimizer: Any, names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each parameter of an optimizer with its name and the tensor that is stepped."""
+    view = view_of(optimizer)
+    # First, because the pairs create missing masters, which are among the stepped tensors.
+    model_params: dict[int, Tensor] = {}
+    for param, stepped in view.param_pairs():
+        model_params[id(stepped)] = param
+    all_names = param_names(view.holder)
+    for name, stepped in zip(all_names, params_of(view.holder), strict=True):
+        param = model_params.get(id(stepped), stepped)
+        yield names.get(param, name), param, stepped
+
+
 @torch.no_grad()
-def find_nonfinite(weights: Sequence[tuple[str, Tensor]]) -> list[str]:
+def _find_nonfinite(weights: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return the names of weights with inf or NaN; the host waits for a device once."""
     if not weights:
         return []
@@ -128,38 +155,61 @@ def nonfinite_update_error(
     )
 
 
-def nonfinite_state_names(optimizer: Any, names: Mapping[Tensor, str]) -> list[str]:
+def nonfinite_state_names(optimizers: Iterable[Any], names: Mapping[Tensor, str]) -> list[str]:
     """Return the names of weights and of floating optimizer state with inf or NaN on this rank.
 
-    All trained weights are searched, with or without a gradient.
+    All trained weights are searched, with or without a gradient. Norms take one read. Only if one
+    is not finite, each tensor is read again for its name.
 
     Args:
-        optimizer: The optimizer that has the parameters.
-        names: Names that replace the optimizer's.
+        optimizers: The optimizers that have the parameters.
+        names: Names that replace the optimizers'.
     """
-    view = view_of(optimizer)
-    model_params: dict[int, Tensor] = {}
-    for param, stepped in view.param_pairs():
-        model_params[id(stepped)] = param
-    tensors: list[tuple[str, Tensor]] = []
-    all_names = param_names(optimizer)
-    for name, stepped in zip(all_names, params_of(optimizer), strict=True):
-        param = model_params.get(id(stepped), stepped)
-        name = names.get(param, name)
-        if param.requires_grad and _can_be_inf(param):
-            tensors.append((name, param))
-        state = view.base.state.get(stepped, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and _can_be_inf(value):
-                state_name = f"{key} of {name}"
-                tensors.append((state_name, value))
-    return find_nonfinite(tensors)
+    named_tensors = list(_named_float_tensors(optimizers, names))
+    values_by_device: dict[torch.device, list[Tensor]] = {}
+    for _, tensor in named_tensors:
+        values_by_device.setdefault(tensor.device, []).append(tensor)
+    powers: list[float | Tensor] = []
+    for device, values in values_by_device.items():
+        powers.append(norm_power(values, 2.0, device))
+    if all(map(math.isfinite, powers)):
+        return []
+    bad_names = _find_nonfinite(named_tensors)
+    return list(dict.fromkeys(bad_names))
 
 
-def _can_be_inf(tensor: Tensor) -> bool:
-    """Return whether a dtype has inf, and a function isfinite; dtypes of one byte have none."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and tensor.itemsize > 1
+def _named_float_tensors(
+    optimizers: Iterable[Any], names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield trained weights and floating optimizer state of this rank, with their names."""
+    for optimizer in optimizers:
+        base = view_of(optimizer).base
+        for name, param, stepped in _named_pairs(optimizer, names):
+            if param.requires_grad:
+                yield from _float_parts(name, param)
+            state = base.state.get(stepped)
+            if isinstance(state, Mapping):
+                for key, value in state.items():
+                    state_name = f"{key} of {name}"
+                    yield from _float_parts(state_name, value)
+
+
+def _float_parts(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain floating tensors of a tensor.
+
+    Tensors of one byte an element are left out, because they have no function isfinite.
+    """
+    if not isinstance(value, Tensor):
+        return
+    local: Any = to_local(value)
+    if is_traceable_wrapper_subclass(local):
+        part_names, _ = local.__tensor_flatten__()
+        for part_name in part_names:
+            yield from _float_parts(name, getattr(local, part_name))
+        return
+    is_number = local.is_floating_point() or local.is_complex()
+    if is_number and local.dtype.itemsize > 1:
+        yield name, local
 
 
 def nonfinite_state_error(tensors: Sequence[tuple[int, str]]) -> NonFiniteWeightsError:

@@ -443,6 +443,23 @@ def test_repair_copies_the_values_of_the_majority_or_of_a_rank(from_rank):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("call", ["check_replicas", "repair_replicas"])
+def test_a_declaration_that_fails_on_one_rank_raises_on_every_rank(call):
+    def declared(param: Tensor) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no layout")
+
+    model = wrapped(Net(), "DDP", None, "")
+    optimizer, guard = sgd(model), StepGuard()
+    backward(guard, model, optimizer)
+    guard.step(optimizer, shard_group_fn=declared)
+    guard.update()
+    text = "Rank 1 could not compare its replicas: ValueError: no layout"
+    with pytest.raises(ReplicaMismatchError, match=text):
+        getattr(guard, call)()
+
+
+@on_ranks(2)
 def test_repair_takes_a_rank_of_the_group():
     guard = StepGuard()
     with pytest.raises(ConfigError, match="from_rank must be one of ranks 0, 1, not 2"):
