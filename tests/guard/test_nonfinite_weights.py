@@ -12,6 +12,7 @@ import distamp
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import NonFiniteError, NonFiniteWeightsError
 from distamp.grads import to_local
+from tests.collectives import count_collectives
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import device_type
@@ -162,6 +163,18 @@ def in_layout(layout: str) -> tuple[Any, torch.optim.Optimizer]:
     model = wrapped(_NetOfCells(), "DDP", None, "")
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
     return model, optimizer
+
+
+def calls_of_a_step(guard: Any, **step: Any) -> list[tuple[str, int]]:
+    """Return the collectives of the fourth step of a model in DDP, each with its bytes."""
+    model, optimizer = in_layout("DDP")
+    for _ in range(3):
+        iteration(guard, model, optimizer, **step)
+    backward(guard, model, optimizer)
+    with count_collectives() as collectives:
+        guard.step(optimizer, **step)
+        guard.update()
+    return collectives.calls
 
 
 class _NetOfCells(Net):

@@ -12,9 +12,8 @@ import distamp
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import ConfigError, RankMismatchError
 from distamp.guard.optimizer_history import StepCounts
-from tests.collectives import count_collectives
 from tests.guard.test_nonfinite_weights import _NetOfCells as Net
-from tests.guard.test_nonfinite_weights import backward
+from tests.guard.test_nonfinite_weights import backward, calls_of_a_step
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import device_type
@@ -241,17 +240,8 @@ def test_a_wrong_request_of_one_rank_raises_on_every_rank():
 @on_ranks(2)
 @pytest.mark.parametrize("step", [{}, {"max_norm": 1.0}], ids=["flags", "norm"])
 def test_a_request_that_is_false_adds_no_message_and_no_byte(step):
-    sizes = []
-    for request_ in ({}, {"skip_if": False}):
-        model, optimizer = ddp()
-        guard = StepGuard()
-        for _ in range(2):  # The first message of a group compares replicas.
-            backward(guard, model, optimizer)
-            with count_collectives() as collectives:
-                guard.step(optimizer, **step, **request_)
-                guard.update()
-        sizes.append(collectives.calls)
-    assert sizes[0] == sizes[1]
+    calls = calls_of_a_step(StepGuard(), **step)
+    assert calls_of_a_step(StepGuard(), **step, skip_if=False) == calls
 
 
 # -- devices ---------------------------------------------------------------------------------------
