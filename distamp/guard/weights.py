@@ -155,6 +155,7 @@ def nonfinite_update_error(
     )
 
 
+@torch.no_grad()
 def nonfinite_state_names(optimizers: Iterable[Any], names: Mapping[Tensor, str]) -> list[str]:
     """Return the names of weights and of floating optimizer state with inf or NaN on this rank.
 
