@@ -49,7 +49,7 @@ class MessageGroup:
         self.scale_device = scale_device
         self.size = dist.get_world_size(process_group)
         self.global_ranks = dist.get_process_group_ranks(process_group)
-        #: This process's rank in the default group, which is the one that users know.
+        #: This process's rank in the default group, the number that users know.
         self.global_rank = self.global_ranks[dist.get_rank(process_group)]
         self.device = _message_device(process_group, scale_device)
         self.is_on_host = device_utils.is_cpu(self.device)

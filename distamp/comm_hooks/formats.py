@@ -86,7 +86,7 @@ class CommFormat(ABC):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether this is a format of `COMM_FORMATS`, and not that of uncompressed gradients."""
+        """True for a format of `COMM_FORMATS`; False for the format of uncompressed gradients."""
         return self.name in COMM_FORMATS
 
     @property

@@ -48,10 +48,10 @@ def register_comm_hook(
         format: ``"fp16"``, ``"bf16"``; under DDP and FSDP2 also ``"int8"``, with error feedback.
             The benchmark ``benchmarks/link.py`` times the formats on the ranks and hosts of a job.
         replicas: For replicas of a one-dimensional FSDP2: the ranks that have the same shard. Their
-            gradients are averaged in the format, too. A two-dimensional mesh has its own replicas.
+            gradients are averaged in the format, too. A two-dimensional mesh has them in itself.
         ranks_per_host: The number of neighbouring ranks of the group on one host, between which
             gradients are sent in their own dtype. The value 1 compresses between all ranks, for
-            hosts whose GPUs have no faster link than the network. None gathers the host of every
+            hosts that connect their GPUs by the network alone. None gathers the host of every
             rank. If hosts have different numbers of ranks, the hook is left off, and the logger and
             ``stats()`` contain the reason.
         param_format: Under FSDP2, a format in which weights are gathered, too, such as ``"int8"``.
@@ -68,8 +68,8 @@ def register_comm_hook(
         TypeError: The model is none of these wrappers, or ``replicas`` is no ProcessGroup (a
             DeviceMesh, for example).
         RankMismatchError: Another rank registers another format, has another model, or raises one
-            of the errors above. A rank whose model is none of these wrappers has no group, so the
-            other ranks wait until the timeout of their group.
+            of the errors above. A rank with another kind of model has no group, so the
+            remaining ranks wait until the timeout of their group.
     """
     adapter, is_fsdp2 = _adapter_for(model, replicas, param_format is not None)
     failure: Exception | None = None
@@ -86,7 +86,7 @@ def register_comm_hook(
         request += f", param_format={param_format}"
     topologies: dict[ProcessGroup, Topology] = {}
     for group in adapter.groups:
-        # The other ranks may have no error, and then wait for this rank in every group.
+        # A rank without an error waits for this rank in every group.
         try:
             topologies[group] = gather_topology(None if failure else request, group, ranks_per_host)
         except (RankMismatchError, ValueError) as error:

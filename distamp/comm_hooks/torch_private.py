@@ -83,7 +83,7 @@ def new_communicator(
     backend = backend_by_device[device.type]
     if backend == "nccl":
         nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # torch sets the timeout of its own groups in this way.
+        # torch sets the timeout of its groups in this way.
         setattr(nccl_options, "_timeout", timeout)  # noqa: B010
         return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
     members = [dist.get_global_rank(parent, member) for member in ranks]

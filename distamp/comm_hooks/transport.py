@@ -1,10 +1,10 @@
 """Messages between ranks, in two slots that run during the backward pass.
 
-While the bucket of one slot is on the network, the bucket of the other slot is encoded. On a CPU
+While the bucket of one slot is on the network, the bucket of the second slot is encoded. On a CPU
 each slot has a thread, and messages go through a gloo backend. On a GPU each slot is a stream of
-high priority, on which the calling thread enqueues all work, and each slot has a communicator of
-its own for each level, because one communicator is one queue. Connections are made from the store
-by exactly their ranks, so no other rank has to take part.
+high priority, on which the calling thread enqueues all work, and each slot has a separate
+communicator for each level, because one communicator is one queue. Connections are made from the
+store by exactly their ranks, so no other rank has to take part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_SLOTS = 2
 
 
 class CommSlot:
-    """One of the pipeline's slots: it runs one job at a time, in memory of its own.
+    """One of the pipeline's slots: it runs one job at a time, in separate memory.
 
     Attributes:
         index: The number of the slot.

@@ -105,7 +105,7 @@ def find_replica_sets(
             return
         sets.setdefault(key, ReplicaSet()).tensors.extend(tensors)
 
-    with torch.no_grad():  # The local tensor of a DTensor is then the one that it holds.
+    with torch.no_grad():  # With autograd, to_local() returns a view of the local tensor.
         for optimizer in optimizers:
             view = view_of(optimizer)
             model_params: dict[int, Tensor] = {}

@@ -92,7 +92,7 @@ class SyncStateHook(JoinHook):
 def _has_unsynced_state(optimizer: Any) -> bool:
     """Return whether a rank that ends ``Join`` early lacks values that this optimizer has.
 
-    ZeroRedundancyOptimizer has a hook of its own in ``Join``.
+    ZeroRedundancyOptimizer defines a separate hook for ``Join``.
     """
     view = view_of(optimizer)
     if view.is_zero_sharded:

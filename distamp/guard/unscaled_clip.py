@@ -43,11 +43,11 @@ def clip_grad_norm_(
     Collective: every rank of `process_group` must call this.
 
     Like ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the same arguments. Each
-    rank gives what it holds: a DTensor counts by its placements, FSDP1's shards, the shares of
+    rank passes its part: a DTensor counts by its placements, FSDP1's shards, the shares of
     ZeroRedundancyOptimizer and OSS and Megatron's ``tensor_model_parallel`` are parts, a tensor
     that spmd_types annotates is a part over the axes on which it varies, and any other tensor is a
     replica, unless it is declared. It reads the ranks' norms on the host, to see
-    that replicas are alike. The methods of `distamp.DistGradScaler` do not wait for that on a
+    that replicas are equal. The methods of `distamp.DistGradScaler` do not wait for that on a
     device, and unscale first.
 
     It sends two messages, and it belongs to no guard or scaler. So the ranks compare the call and

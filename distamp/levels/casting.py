@@ -86,8 +86,8 @@ def cast_model(
 
     Raises:
         ConfigError: The model is wrapped or sharded already, or was cast to another dtype before;
-            it has frozen parameters in the other half precision; or, in a single process, a pattern
-            matches no module.
+            it has frozen parameters in a different half precision; or, in a single process, a
+            pattern matches no module.
         TypeError: ``level`` is a dtype, or missing.
 
     Source: Apex's documentation of fp16-O2, and Micikevicius et al., 2018, section 3.1. Apex casts

@@ -106,7 +106,7 @@ class FlatState:
         try:
             state = self._collect()
         except Exception as raised:
-            error = raised  # raised below, after the other ranks know of it
+            error = raised  # raised below, after every rank knows of it
         weights = {name: state[name] for name in self._weights if name in state}
         check_weight_copies(weights, error, self._process_group)
         return state
@@ -146,9 +146,10 @@ class FlatState:
         loaded_names = tensors.keys() & state.keys()
         with contextlib.ExitStack() as stack:
             for masters in filter(None, map(masters_of, self._optimizers)):
-                masters.write_back()  # what dcp.load wrote in place to masters with storage
+                # The values that dcp.load wrote in place to masters with storage.
+                masters.write_back()
                 stack.enter_context(masters.materialized())
-            for name in loaded_names:  # a no-op where the state still is what get() returned
+            for name in loaded_names:  # a no-op for the very tensors that get() returned
                 tensors[name].copy_(state[name])
             for weight in stepped_weights:
                 if weight.name in loaded_names and weight.tensor is not tensors[weight.name]:
@@ -182,7 +183,7 @@ class FlatState:
                     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) "
                     "returns the first two. Or use fully_shard."
                 )
-            # FSDP2 reshards what it has gathered when its state_dict() is called.
+            # FSDP2 reshards the gathered weights when its state_dict() is called.
             saved_names = inner.state_dict(keep_vars=True).keys()
             for name, parameter in inner.named_parameters():
                 self._weights[f"{prefix}.{_WRAPPERS.sub('', name)}"] = parameter

@@ -42,7 +42,7 @@ def check_weight_copies(
 
     Args:
         weights: By name, plain tensors and DTensors.
-        error: The exception that this rank raises, or None. The other ranks then raise, too.
+        error: The exception that this rank raises, or None. Every rank then raises, too.
         process_group: The ranks to compare; see `distamp.process_group.resolve`.
 
     Raises:

@@ -68,7 +68,7 @@ def wrapper_name(module: nn.Module) -> str | None:
 def inspect_wrapper(model: nn.Module) -> WrapperInfo:
     """Return the wrapper of a model: DDP, FSDP1, FSDP2, fairscale's, DataParallel, or none.
 
-    A model with sharded parts counts as sharded, and is its own inner module.
+    A model with sharded parts counts as sharded, and has no inner module but itself.
     """
     model = _uncompiled(model)
     wrappers = [module for module in model.modules() if wrapper_name(module) is not None]
