@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from distamp.errors import ConfigError
 from distamp.grads import is_dtensor, to_local
+from distamp.levels.rank_errors import raise_on_every_rank
 from distamp.levels.weight_copies import (
     SEPARATE_STATES,
     check_weight_copies,
@@ -23,7 +24,7 @@ from distamp.levels.weight_copies import (
 )
 from distamp.levels.wrappers import inspect_wrapper
 from distamp.optim_utils import OptimizerView, unwrap_optimizer, view_of, zero_local_optimizer
-from distamp.process_group import GroupLike
+from distamp.process_group import GroupLike, resolve_process_group
 from distamp.scaler import masters_of
 
 __all__ = ["FlatState"]
@@ -107,8 +108,10 @@ class FlatState:
             state = self._collect()
         except Exception as raised:
             error = raised  # raised below, after every rank knows of it
-        weights = {name: state[name] for name in self._weights if name in state}
-        check_weight_copies(weights, error, self._process_group)
+        group = resolve_process_group(self._process_group)
+        raise_on_every_rank("amp.flat_state_dict()", error, group)
+        weights = {name: state[name] for name in self._weights}
+        check_weight_copies(weights, group)
         return state
 
     def get_empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +260,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         leaves = () if name in ("state", "param_groups") else tree_leaves(value)
         optimizers = [leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
         if any(inner.state is not optimizer.state for inner in optimizers):
-            reason = f"it has another optimizer in {name!r}, which keeps states of its own"
+            reason = f"it has another optimizer in {name!r}, which keeps separate states"
     strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if strangers:
         reason = f"it keeps a state under {strangers[0]!r}, which is no parameter"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distamp.errors import ConfigError
 from distamp.grads import is_dtensor, to_local
-from distamp.process_group import GroupLike, resolve_process_group
 
 __all__ = ["SEPARATE_STATES", "check_weight_copies", "is_wrapper_subclass"]
 
@@ -29,40 +29,29 @@ def is_wrapper_subclass(value: object) -> bool:
     return bool(is_traceable_wrapper_subclass(value))
 
 
-def check_weight_copies(
-    weights: Mapping[str, Tensor], error: Exception | None, process_group: GroupLike
-) -> None:
-    """Raise on every rank if a name means different weights on two ranks, or if one rank failed.
+def check_weight_copies(weights: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
+    """Raise on every rank if a name means different weights on two ranks.
 
     A checkpoint keeps one tensor for each name and place in it. Replicas hold equal bits there, and
     shards of a DTensor lie in different places. Plain experts and equally named pipeline stages
     have one name and different values, and a checkpoint would keep one value only.
 
-    Collective: every rank of ``process_group`` must call this.
+    Collective: every rank of ``group`` must call this.
 
     Args:
         weights: By name, plain tensors and DTensors.
-        error: The exception that this rank raises, or None. Every rank then raises, too.
-        process_group: The ranks to compare; see `distamp.process_group.resolve`.
+        group: The ranks to compare, or None for a single process.
 
     Raises:
-        ConfigError: Ranks hold different weights under one name, or another rank failed.
+        ConfigError: Ranks hold different weights under one name.
     """
-    group = resolve_process_group(process_group)
-    if group is None or dist.get_world_size(group) == 1:
-        if error is not None:
-            raise error
+    if group is None or group.size() == 1:
         return
-    rows = _fingerprints(weights) if error is None else torch.empty(0, 4, dtype=torch.int64)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (None if error is None else str(error), rows), group=group)
-    if error is not None:
-        raise error
     ranks = dist.get_process_group_ranks(group)
-    for rank, (text, _) in zip(ranks, gathered, strict=True):
-        if text is not None:
-            raise ConfigError(f"rank {rank} refused this call, so no rank saves. {text}")
-    conflicts = _find_conflicts(dict(zip(ranks, (rows for _, rows in gathered), strict=True)))
+    gathered: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(gathered, _fingerprints(weights), group=group)
+    rows_by_rank = dict(zip(ranks, gathered, strict=True))
+    conflicts = _find_conflicts(rows_by_rank)
     if conflicts:
         _raise_conflict(conflicts, weights, group)
 
@@ -85,7 +74,7 @@ def _find_conflicts(rows_by_rank: Mapping[int, Tensor]) -> dict[int, tuple[int, 
 
 
 def _raise_conflict(
-    conflicts: Mapping[int, tuple[int, int]], weights: Mapping[str, Tensor], group: Any
+    conflicts: Mapping[int, tuple[int, int]], weights: Mapping[str, Tensor], group: ProcessGroup
 ) -> None:
     """Raise one error on every rank, also on a rank that has no weight of such a name.
 
@@ -97,11 +86,12 @@ def _raise_conflict(
         if digest in conflicts:
             first_conflict = weight_name, conflicts[digest]
             break
-    gathered: list[Any] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, first_conflict, group=group)
     name, (first_rank, second_rank) = next(conflict for conflict in gathered if conflict)
-    number = len(conflicts)
-    more = "" if number == 1 else f" (and under {number - 1} more)"
+    more = ""
+    if len(conflicts) > 1:
+        more = f" (and under {len(conflicts) - 1} more)"
     raise ConfigError(
         f"A flat state has one place for {name!r}, and ranks {first_rank} and "
         f"{second_rank} hold different weights under that name{more}. A checkpoint would keep "
@@ -115,8 +105,8 @@ def _raise_conflict(
 @torch.no_grad()
 def _fingerprints(weights: Mapping[str, Tensor]) -> Tensor:
     """Return one row for each weight: digests of its name, layout and place, and its checksum."""
-    digests = []
-    sums = []
+    digests: list[list[int]] = []
+    sums: list[Tensor] = []
     for name, weight in weights.items():
         layout: list[object] = [tuple(weight.shape), weight.dtype]
         place: list[object] = []
@@ -144,9 +134,11 @@ def _checksum(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     flat = tensor.detach().contiguous().view(-1)
     size = flat.element_size()
-    is_aligned = flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return flat.view(torch.int64 if is_aligned else integers[size]).sum(dtype=torch.int64)
+    start = flat.storage_offset() * size
+    integer_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    if flat.nbytes % 8 == 0 and start % 8 == 0:
+        integer_dtype = torch.int64  # fewer elements to add
+    return flat.view(integer_dtype).sum(dtype=torch.int64)
 
 
 def _digest(text: str) -> int:
