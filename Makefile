@@ -13,7 +13,7 @@ JOBS ?= 3
 TRAINERS := .venv-trainers
 TRAINERS_READY := $(TRAINERS)/.ready
 
-.PHONY: train test test-all test-programs test-trainers lint format docs docs-check package install clean
+.PHONY: train test test-all test-programs test-trainers long-runs lint format docs docs-check package install clean
 
 install: $(READY)
 
@@ -48,6 +48,10 @@ test: test-programs
 
 test-all: test-programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m ""
+
+# Hours on two cores; docs/results/long_runs.md gets a dated row from each program.
+long-runs: test-programs
+	$(BIN)/python -m tests.long_runs
 
 # Their dependencies are named in the file: some would bring a second torch.
 $(TRAINERS_READY): $(READY) tests/trainers/requirements.txt
