@@ -1,11 +1,12 @@
 """Cost of the checks beyond the gradient: a guard with and without them in the same run.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.beyond [--rounds 25]
+    OMP_NUM_THREADS=1 python -m benchmarks.beyond [--rounds 25] [--device cuda]
 
 One row is one check and one model of random weights. Only the guarded step is timed, not the
 forward and backward passes. A comparison of replicas runs in one of 20 steps, so a turn is 20
 steps. On several ranks a turn takes as long as its slowest rank. The second table has whole
-training steps, and the last one counts the messages and bytes of one step.
+training steps, and the last one counts the messages and bytes of one step. Ranks on one GPU send
+their messages by gloo.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ class Case(NamedTuple):
         elements: The number of elements of each.
         ranks: The number of ranks, in DDP if there are several.
         steps: Steps of one turn.
+        device: The device of the parameters.
     """
 
     check: str
@@ -58,6 +60,7 @@ class Case(NamedTuple):
     elements: int
     ranks: int
     steps: int
+    device: str = "cpu"
 
 
 SIZES = ((24, 349_525), (300, 13_333), (300, 1_333))
@@ -69,6 +72,7 @@ CASES += [Case(f"check_replicas_every={EVERY}", "fused", *size, 2, EVERY) for si
 def guarded_steps(case: Case, settings: dict[str, Any]) -> Callable[[], None]:
     """Return a function that takes the steps of one turn."""
     weights = nn.ParameterList(torch.randn(case.elements) for _ in range(case.parameters))
+    weights.to(case.device)
     model: nn.Module = weights
     if case.ranks > 1:
         model = DistributedDataParallel(weights)
@@ -82,6 +86,8 @@ def guarded_steps(case: Case, settings: dict[str, Any]) -> Callable[[], None]:
         for _ in range(case.steps):
             guard.step(optimizer)
             guard.update()
+        if case.device != "cpu":
+            torch.accelerator.synchronize()
 
     return steps
 
@@ -92,7 +98,14 @@ def measure(case: Case, rounds: int) -> Timings:
         PLAIN: guarded_steps(case, {}),
         CHECKED: guarded_steps(case, CHECKS[case.check]),
     }
-    return interleave(contenders, rounds, setup=dist.barrier)
+    return interleave(contenders, rounds, setup=lambda: wait_for_all(case.device))
+
+
+def wait_for_all(device: str) -> None:
+    """Wait until the device of each rank is idle."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    dist.barrier()
 
 
 TRAINING: dict[str, dict[str, Any]] = {
@@ -103,17 +116,17 @@ TRAINING: dict[str, dict[str, Any]] = {
 }
 
 
-def training_steps(settings: dict[str, Any]) -> Callable[[], None]:
+def training_steps(settings: dict[str, Any], device: str) -> Callable[[], None]:
     """Return a function that takes 100 training steps of the launcher's GPT in DDP."""
     torch.manual_seed(0)
     config = Config(layers=2, d_model=96, heads=4, seq_len=64)
-    model = DistributedDataParallel(GPT(config, VOCABULARY))
+    model = DistributedDataParallel(GPT(config, VOCABULARY).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     options = dict(settings)
     interval = options.pop("snapshots", 0)
     amp = initialize(model, optimizer, "fp32", **options)
     snapshots = amp.snapshots(every=interval) if interval else None
-    tokens = torch.randint(VOCABULARY, (4, config.seq_len))
+    tokens = torch.randint(VOCABULARY, (4, config.seq_len)).to(device)
 
     def steps() -> None:
         for _ in range(100):
@@ -123,21 +136,23 @@ def training_steps(settings: dict[str, Any]) -> Callable[[], None]:
             amp.step(max_norm=1.0)
             if snapshots is not None:
                 snapshots.record()
+        if device != "cpu":
+            torch.accelerator.synchronize()
 
     return steps
 
 
-def measure_training(rounds: int) -> Timings:
+def measure_training(rounds: int, device: str) -> Timings:
     """Return the times of 100 training steps without and with each check on this rank."""
-    contenders = {PLAIN: training_steps({})}
+    contenders = {PLAIN: training_steps({}, device)}
     for name, settings in TRAINING.items():
-        contenders[name] = training_steps(settings)
-    return interleave(contenders, rounds, warmup=1, setup=dist.barrier)
+        contenders[name] = training_steps(settings, device)
+    return interleave(contenders, rounds, warmup=1, setup=lambda: wait_for_all(device))
 
 
-def count_messages(check: str) -> list[str]:
+def count_messages(check: str, device: str) -> list[str]:
     """Return messages and bytes of a step without and with a check."""
-    case = Case(check, "fused", 24, 1_333, 2, 1)
+    case = Case(check, "fused", 24, 1_333, 2, 1, device)
     cells: list[str] = []
     every_step = {"check_replicas_every": 1} if "replicas" in check else CHECKS[check]
     for settings in ({}, every_step):
@@ -150,15 +165,16 @@ def count_messages(check: str) -> list[str]:
     return cells
 
 
-def main(*, rounds: int = 25) -> None:
+def main(*, rounds: int = 25, device: str = "cpu") -> None:
     """Measure the checks.
 
     Args:
         rounds: The number of turns of each row.
+        device: The device of the models.
     """
 
     def time_rows() -> Iterator[list[object]]:
-        for case in CASES:
+        for case in (case._replace(device=device) for case in CASES):
             pool = pair if case.ranks > 1 else one_rank
             timings = slowest_times(pool.run(measure, case, rounds))
             millions = case.parameters * case.elements / 1e6
@@ -172,14 +188,14 @@ def main(*, rounds: int = 25) -> None:
             ]
 
     def training_rows() -> Iterator[list[object]]:
-        timings = slowest_times(pair.run(measure_training, max(3, rounds // 3)))
+        timings = slowest_times(pair.run(measure_training, max(3, rounds // 3), device))
         for name in TRAINING:
             ratio = format_ratio(timings[name], timings[PLAIN])
             yield [name, format_median(timings[PLAIN], 10.0), ratio]
 
     def message_rows() -> Iterator[list[object]]:
         for check in CHECKS:
-            yield [check, *pair.run(count_messages, check)[0]]
+            yield [check, *pair.run(count_messages, check, device)[0]]
 
     with RankPool(1, timeout=600) as one_rank, RankPool(2, timeout=600) as pair:
         header = ["check", "AdamW", "elements", "ranks", "ms a step without", "with, of without"]

@@ -12,7 +12,7 @@
 #
 #   PYTHONPATH=tests/simulated/as_cuda:. PYTHON=python benchmarks/gpu.sh FOLDER
 #
-# runs all of the short plan but syncs and graphs, in steps as small as they can be. In order:
+# runs all of the short plan but syncs, graphs and beyond, in steps as small as they can be. In order:
 #
 #   part                      what it answers               what it should be, beside torch's
 #   tests                     is anything wrong at all      every test passes, none is skipped; with
@@ -28,6 +28,8 @@
 #                                                           says what a hook costs where nothing is
 #                                                           sent
 #   scaler_round[_fused]      cost of scale, step, update   ratio to torch.amp.GradScaler <= 1.05
+#   beyond                    cost of checks of updates,    with check_update of without: 1.25 to 1.45;
+#                             replicas, and snapshots       a training step with all three: 1.05
 #   masters                   step of fp32 masters          ratio to the loop by hand <= 1.1
 #   wire_cost                 codec beside a copy           a seventh of the copy's bandwidth or more
 #   ranks (hour, 2+ GPUs)     NCCL: agreement, order,       every run ends with 0, losses of all
@@ -109,6 +111,7 @@ part comm_hooks 60 "$python" -m benchmarks.comm_hooks_step --device cuda --ranks
 part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 "${small[@]}"
 part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused \
     "${small[@]}"
+skip beyond || part beyond 90 "$python" -m benchmarks.beyond --device cuda --rounds 9
 part masters 60 "$python" -m benchmarks.masters --device cuda "${few[@]}"
 part wire_cost 60 "$python" -m benchmarks.wire_cost --device cuda "${tiny[@]}"
 if [[ $plan == hour ]]; then
