@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["module_names"]
+__all__ = ["has_extra_state", "module_names"]
 
 # Attributes under which wrappers hold a module: FSDP1 and fairscale, torch.compile, checkpoint
 # wrappers.
@@ -34,3 +34,8 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
             name = f"{parent_name}.{attribute}"
             names[module] = name.lstrip(".")
     return names
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Return whether the class of a module defines ``get_extra_state``, as ``state_dict`` tests."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state

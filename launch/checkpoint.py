@@ -219,11 +219,17 @@ def load_run(path: Path, data: Data) -> Job:
         reader = dcp.FileSystemReader(checkpoint)
         saved = reader.read_metadata().state_dict_metadata
         state: dict[str, Any] = {}
+        saved_names: dict[str, str] = {}
         for name, weight in job.amp.flat_state_dict().items():
             average_name = name.replace("model.", "ema.", 1)
             saved_name = average_name if average_name in saved else name
-            state[saved_name] = weight
+            if isinstance(weight, torch.Tensor) or saved_name in saved:
+                state[saved_name] = weight
+                saved_names[name] = saved_name
         dcp.load(state, storage_reader=reader)
+        # Weights are loaded in place, and the extra states of modules are not.
+        loaded = {name: state[saved_name] for name, saved_name in saved_names.items()}
+        job.amp.load_flat_state_dict(loaded)
     return job
 
 

@@ -16,6 +16,7 @@ from distamp import device_utils
 from distamp.errors import ConfigError
 from distamp.fsdp_unit import FSDPUnit, free_gathered_flat_params
 from distamp.grads import dtensor_class, is_dtensor, to_local
+from distamp.module_names import has_extra_state
 from distamp.observers import SnapshotSource
 from distamp.optim_utils import describe_optimizer, params_of, view_of
 
@@ -313,7 +314,7 @@ class SnapshotPart:
 
 
 class ModelState(SnapshotPart):
-    """The parameters and buffers of a model, in any layout."""
+    """The parameters, buffers and extra states of a model, in any layout."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -322,6 +323,7 @@ class ModelState(SnapshotPart):
         """See `SnapshotPart.save`."""
         reshard(self._model)
         saved: list[tuple[nn.Module, dict[str, _Saved], dict[str, _Saved | None]]] = []
+        extra_states: list[tuple[nn.Module, _Saved]] = []
         for module in self._model.modules():
             params: dict[str, _Saved] = {}
             for name, param in module.named_parameters(recurse=False):
@@ -330,11 +332,13 @@ class ModelState(SnapshotPart):
             for name, buffer in vars(module)[_BUFFERS].items():
                 buffers[name] = None if buffer is None else copies.add(buffer)
             saved.append((module, params, buffers))
-        return saved
+            if has_extra_state(module):
+                extra_states.append((module, copies.add(module.get_extra_state())))
+        return saved, extra_states
 
     def check(self, saved: Any) -> None:
         """See `SnapshotPart.check`."""
-        for module, params, _ in saved:
+        for module, params, _ in saved[0]:
             names = {name for name, _ in module.named_parameters(recurse=False)}
             missing = sorted(params.keys() - names)
             if missing:
@@ -346,7 +350,8 @@ class ModelState(SnapshotPart):
     def restore(self, saved: Any) -> None:
         """See `SnapshotPart.restore`."""
         reshard(self._model)
-        for module, params, buffers in saved:
+        modules, extra_states = saved
+        for module, params, buffers in modules:
             live_params = dict(module.named_parameters(recurse=False))
             for name, saved_param in params.items():
                 param = live_params[name]
@@ -362,6 +367,8 @@ class ModelState(SnapshotPart):
                 restored = None if saved_buffer is None else saved_buffer.restore(buffer)
                 if restored is not buffer:
                     setattr(module, name, restored)
+        for module, extra_state in extra_states:
+            module.set_extra_state(extra_state.restore(None))
 
 
 class OptimizerState(SnapshotPart):

@@ -146,7 +146,7 @@ def _refuse_missing_weights(
 ) -> None:
     """Refuse models with weights that the checkpoint does not contain, or has in another shape."""
     for name, value in state.items():
-        if not name.startswith("model."):
+        if not name.startswith("model.") or not isinstance(value, Tensor):
             continue
         if name not in saved:
             raise ConfigError(

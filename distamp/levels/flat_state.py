@@ -23,6 +23,7 @@ from distamp.levels.weight_copies import (
     is_wrapper_subclass,
 )
 from distamp.levels.wrappers import inspect_wrapper
+from distamp.module_names import has_extra_state
 from distamp.optim_utils import OptimizerView, unwrap_optimizer, view_of, zero_local_optimizer
 from distamp.process_group import GroupLike, resolve_process_group
 from distamp.scaler import masters_of
@@ -36,6 +37,8 @@ _NAMED_LAYOUTS = (None, "DistributedDataParallel", "DataParallel", "fully_shard"
 _NOT_SAVED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+#: The name that ``state_dict`` gives to the result of a module's ``get_extra_state``.
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class FlatState:
     Like torch's ``get_state_dict`` with ``flatten_optimizer_state_dict``, but masters have the
     names of their parameters. Each weight has a record with its optimizer's states: a tuple of
     the states' keys and a tuple of the group's settings. A state that is a tensor subclass is saved
-    as the plain tensors in it, and its record has the class.
+    as the plain tensors in it, and its record has the class. The extra state of a module is saved
+    in a tuple, because ``torch.distributed.checkpoint`` saves a tuple as one object.
 
     Args:
         models: Models, wrapped or not.
@@ -96,6 +100,7 @@ class FlatState:
         self._process_group = process_group
         self._weights: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._extra_modules: dict[str, nn.Module] = {}
 
     def get(self) -> dict[str, Any]:
         """Return all live tensors by name; see `Amp.flat_state_dict`.
@@ -121,6 +126,8 @@ class FlatState:
         stepped_weights = {weight.record_name: weight for weight in self._stepped_weights()}
         for weight in stepped_weights.values():
             state[weight.name] = weight.source.fp32_value(weight.tensor)
+        for name in self._extra_modules.keys() & saved.keys():
+            state[name] = ()
         for name, metadata in saved.items():
             record_name = name
             while record_name and record_name not in stepped_weights:
@@ -147,6 +154,7 @@ class FlatState:
         settings = _merge_settings(state, loaded)
         tensors = {**self._weights, **self._buffers}
         loaded_names = tensors.keys() & state.keys()
+        loaded_extra = self._extra_modules.keys() & state.keys()
         with contextlib.ExitStack() as stack:
             for masters in filter(None, map(masters_of, self._optimizers)):
                 # The values that dcp.load wrote in place to masters with storage.
@@ -159,10 +167,14 @@ class FlatState:
                     weight.tensor.copy_(state[weight.name])
             for weight in loaded:
                 _load_states(state, weight)
+        for name in loaded_extra:
+            (extra_state,) = state[name]
+            self._extra_modules[name].set_extra_state(extra_state)
         for group, values in settings:
             for key, value in values.items():
                 group[key] = _replace_setting(group.get(key), value)
-        missing = sorted(tensors.keys() - loaded_names)
+        not_loaded = (tensors.keys() | self._extra_modules.keys()) - loaded_names - loaded_extra
+        missing = sorted(not_loaded)
         if missing:
             _logger.warning("the state has no %s and %d more", missing[0], len(missing) - 1)
         if without_state:
@@ -175,7 +187,7 @@ class FlatState:
             )
 
     def _name_tensors(self) -> None:
-        """Find the name of every parameter, and of every buffer that a state dict has."""
+        """Find the name of every parameter, and of all else that a state dict has."""
         for index, model in enumerate(self._models):
             prefix = "model" if len(self._models) == 1 else f"model.{index}"
             wrapper, inner, _ = inspect_wrapper(model)
@@ -193,6 +205,10 @@ class FlatState:
             for name, buffer in inner.named_buffers():
                 if name in saved_names:
                     self._buffers[f"{prefix}.{_WRAPPERS.sub('', name)}"] = buffer
+            for name, module in inner.named_modules():
+                if has_extra_state(module):
+                    path = f"{prefix}.{name}.{_EXTRA_STATE}" if name else f"{prefix}.{_EXTRA_STATE}"
+                    self._extra_modules[_WRAPPERS.sub("", path)] = module
         for optimizer in self._optimizers:
             _check_optimizer(optimizer)
 
@@ -222,6 +238,8 @@ class FlatState:
     def _collect(self) -> dict[str, Any]:
         self._name_tensors()
         state = self._model_state()
+        for name, module in self._extra_modules.items():
+            state[name] = (module.get_extra_state(),)
         settings: dict[int, tuple[tuple[str, Any], ...]] = {}
         for weight in self._stepped_weights():
             state[weight.name] = weight.source.fp32_value(weight.tensor)
