@@ -464,6 +464,7 @@ class StepGuardBase(Joinable):
 
         Raises:
             CallOrderError: A second step of an optimizer before ``update``.
+            TypeError: There is no optimizer.
             ConfigError, NonFiniteGradientsError, ValueError, GradientError, RankMismatchError: As
                 for `step`.
         """
@@ -478,6 +479,12 @@ class StepGuardBase(Joinable):
         scale = self._grad_scale("step", optimizers)
         states = [self._optimizer_state(optimizer, for_step=True) for optimizer in optimizers]
         try:
+            if not optimizers:
+                raise TypeError(
+                    "step_all() needs at least one optimizer, because a call without one sends no "
+                    "message, and the other ranks would wait for it. For a rank that trains "
+                    "nothing, call initialize(model, [], level), and amp.step() in each iteration."
+                )
             for state in states:
                 check_not_stepped(state)
             skip_request = check_skip_if(skip_if)
