@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distamp import DistGradScaler, StepGuard
+import distamp
+from distamp import DistGradScaler, RankMismatchError, StepGuard
 from tests.on_ranks import on_ranks
 
 
@@ -24,6 +25,42 @@ def make_model() -> nn.Module:
 def make_ddp() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = DistributedDataParallel(make_model())
     return model, torch.optim.AdamW(model.parameters())
+
+
+@on_ranks(2)
+def test_a_level_that_differs_between_ranks_raises_on_every_rank():
+    """fp32 and bf16 both have a guard, so no later message would show the difference."""
+    model, optimizer = make_ddp()
+    level = "bf16" if dist.get_rank() == 1 else "fp32"
+
+    with pytest.raises(RankMismatchError, match=r"level=.*\n  rank 0: level='fp32'"):
+        distamp.initialize(model, optimizer, level)
+
+
+@on_ranks(2)
+def test_a_hook_on_one_rank_raises_on_every_rank():
+    """The rank with a hook would wait in its registration."""
+    model, optimizer = make_ddp()
+    comm_hook = "fp16" if dist.get_rank() == 1 else None
+
+    with pytest.raises(RankMismatchError, match=r"comm_hook=.*\n  rank 0: comm_hook=None"):
+        distamp.initialize(model, optimizer, "bf16", comm_hook=comm_hook)
+
+
+@on_ranks(2)
+def test_a_rank_that_trains_nothing_may_have_no_hook():
+    frozen = make_model().requires_grad_(False)
+    trained = nn.Linear(4, 2)
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    if dist.get_rank() == 0:
+        amp = distamp.initialize(frozen, [], "bf16")
+    else:
+        model = DistributedDataParallel(trained, process_group=group)
+        optimizer = torch.optim.AdamW(model.parameters())
+        amp = distamp.initialize(model, optimizer, "bf16", comm_hook="fp16")
+        amp.backward(amp.model(torch.ones(2, 4)).sum())
+
+    assert amp.step()
 
 
 @on_ranks(2)

@@ -123,8 +123,8 @@ def initialize(
     Raises:
         ConfigError: The level does not exist, overrides contradict it, or the model, its wrapper
             or an optimizer does not fit it. The message gives the correction.
-        RankMismatchError: Ranks have different patterns in ``module_precision``, or a rank does not
-            call it.
+        RankMismatchError: Ranks have different values of ``level`` or ``comm_hook``, or different
+            patterns in ``module_precision``, or a rank does not call it.
         TypeError: An argument does not exist, or a model or an optimizer has another type.
         ValueError: The wrapper does not support this ``comm_hook``.
 
@@ -155,7 +155,7 @@ def initialize(
     except Exception as raised:
         error = raised
     setups = compare_rank_setups(
-        make_rank_setup(level.pins, unmatched, optimizers, error),
+        make_rank_setup(level, comm_hook, unmatched, optimizers, error),
         error,
         resolve_process_group(process_group),
         optimizers_given,

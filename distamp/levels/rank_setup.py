@@ -14,6 +14,7 @@ from distamp.error_text import lines_by_rank, ranks_text
 from distamp.errors import RankMismatchError
 from distamp.levels.fp32_modules import refuse_unmatched_patterns
 from distamp.optim_utils import unwrap_optimizer
+from distamp.precision_level import PrecisionLevel
 
 __all__ = [
     "RankSetup",
@@ -29,12 +30,16 @@ class RankSetup:
     """The arguments of one rank to `initialize`.
 
     Args:
+        level: The name of the level.
+        comm_hook: The format of gradients between the ranks, or None.
         pins: The patterns of ``module_precision=``, each with its precision.
         unmatched: The patterns that match no module of this rank, each with the most similar names.
         optimizers: The class names of the optimizers.
         error: Class and text of the error that refuses the arguments of this rank.
     """
 
+    level: str
+    comm_hook: str | None
     pins: tuple[tuple[str, str], ...]
     unmatched: Mapping[str, Sequence[str]]
     optimizers: tuple[str, ...]
@@ -42,7 +47,8 @@ class RankSetup:
 
 
 def make_rank_setup(
-    pins: tuple[tuple[str, str], ...],
+    level: PrecisionLevel,
+    comm_hook: str | None,
     unmatched: Mapping[str, Sequence[str]],
     optimizers: Sequence[torch.optim.Optimizer],
     error: Exception | None,
@@ -50,7 +56,7 @@ def make_rank_setup(
     """Return the setup of this rank."""
     names = tuple(type(unwrap_optimizer(optimizer)).__name__ for optimizer in optimizers)
     portable = None if error is None else (type(error), str(error))
-    return RankSetup(pins, unmatched, names, portable)
+    return RankSetup(level.name, comm_hook, level.pins, unmatched, names, portable)
 
 
 def compare_rank_setups(
@@ -68,7 +74,8 @@ def compare_rank_setups(
         trains: Whether the rank was given optimizers, or an empty list of them.
 
     Raises:
-        RankMismatchError: Ranks have different patterns, or a rank does not call this.
+        RankMismatchError: Ranks have different levels, hooks or patterns, or a rank does not call
+            this.
         ConfigError: A pattern matches no module on any rank.
         Exception: The error of some rank, on every rank.
     """
@@ -79,6 +86,7 @@ def compare_rank_setups(
     setups = {0: setup}
     if group is not None:
         setups = _gather(setup, group)
+    _refuse_different_levels_and_hooks(setups)
     _refuse_different_patterns(setups)
     for rank, rank_setup in setups.items():
         if rank_setup.error is not None:
@@ -86,6 +94,33 @@ def compare_rank_setups(
             raise error or error_class(f"{text} (raised on rank {rank}; every rank stops here)")
     refuse_unmatched_patterns([rank_setup.unmatched for rank_setup in setups.values()])
     return setups
+
+
+def _refuse_different_levels_and_hooks(setups: Mapping[int, RankSetup]) -> None:
+    """Refuse different levels, which no later message compares, and a hook on some ranks only.
+
+    The ranks with a hook would wait in its registration for the others. A rank that trains nothing
+    reduces no gradients, so it may have no hook.
+    """
+    levels = {}
+    hooks = {}
+    for rank, setup in setups.items():
+        levels[rank] = setup.level
+        if setup.optimizers:
+            hooks[rank] = setup.comm_hook
+    _refuse_different_values("level", levels)
+    _refuse_different_values("comm_hook", hooks)
+
+
+def _refuse_different_values(argument: str, values: Mapping[int, str | None]) -> None:
+    if len(set(values.values())) <= 1:
+        return
+    texts = []
+    for rank, value in values.items():
+        texts.append((rank, f"{argument}={value!r}"))
+    lines = lines_by_rank(texts)
+    header = f"The ranks differ in {argument}= of initialize()."
+    raise RankMismatchError("\n".join([header, *lines, "Pass the same value on every rank."]))
 
 
 def _refuse_different_patterns(setups: Mapping[int, RankSetup]) -> None:
