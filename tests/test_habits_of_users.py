@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import distamp
 from distamp import DistGradScaler, RankMismatchError, StepGuard
+from distamp.errors import ConfigError
 from tests.on_ranks import on_ranks
 
 
@@ -61,6 +63,18 @@ def test_a_rank_that_trains_nothing_may_have_no_hook():
         amp.backward(amp.model(torch.ones(2, 4)).sum())
 
     assert amp.step()
+
+
+@on_ranks(2)
+def test_a_path_for_each_rank_is_refused_before_anything_is_written(tmp_path):
+    model = make_model()
+    fully_shard(model)
+    amp = distamp.initialize(model, torch.optim.AdamW(model.parameters()), "fp32")
+    path = tmp_path / f"checkpoint-{dist.get_rank()}"
+
+    with pytest.raises(ConfigError, match=r"different paths(.|\n)*rank 0: path=.*checkpoint-0"):
+        amp.save(path)
+    assert not path.exists()
 
 
 @on_ranks(2)

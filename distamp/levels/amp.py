@@ -662,13 +662,13 @@ class Amp:
         Collective: every rank of `process_group` must call this.
 
         Args:
-            path: A directory that all ranks can write to. Use a new one for each checkpoint,
-                because a save that is interrupted damages an older checkpoint in the same
-                directory.
+            path: A directory that all ranks can write to, equal on every rank. Use a new one for
+                each checkpoint, because a save that is interrupted damages an older checkpoint in
+                the same directory.
 
         Raises:
-            ConfigError: A layout has no tensor for each name (FSDP1, ZeroRedundancyOptimizer, OSS),
-                or another error of `flat_state_dict`.
+            ConfigError: Ranks have different paths, or a layout has no tensor for each name (FSDP1,
+                ZeroRedundancyOptimizer, OSS), or another error of `flat_state_dict`.
             torch.distributed.checkpoint.CheckpointException: A rank could not write.
 
         Example::

@@ -25,11 +25,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distamp.comm_hooks import CommHook
 from distamp.comm_hooks.residuals import rank_label
+from distamp.error_text import lines_by_rank
 from distamp.errors import ConfigError
 from distamp.levels.flat_state import FlatState
 from distamp.levels.rank_errors import raise_on_every_rank
@@ -60,6 +62,7 @@ def save_checkpoint(
     """
     import torch.distributed.checkpoint as dcp
 
+    _refuse_different_paths(path, group)
     state = flat_state.get()
     state[_AMP_ENTRY] = (amp_state,)
     error: Exception | None = None
@@ -71,6 +74,36 @@ def save_checkpoint(
     raise_on_every_rank("amp.save()", error, group)
     with _quiet_alone(group):
         dcp.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+
+
+def _refuse_different_paths(path: str | os.PathLike[str], group: ProcessGroup | None) -> None:
+    """Refuse a path for each rank, because each would write its part of the checkpoint there.
+
+    Collective: every rank of ``group`` must call this.
+
+    Raises:
+        ConfigError: Ranks have different paths.
+    """
+    if group is None:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    paths = [""] * len(ranks)
+    dist.all_gather_object(paths, str(path), group=group)
+    if len(set(paths)) == 1:
+        return
+    texts = []
+    for rank, rank_path in zip(ranks, paths, strict=True):
+        texts.append((rank, f"path={rank_path!r}"))
+    lines = lines_by_rank(texts)
+    header = (
+        "The ranks called amp.save() with different paths, and each would write its part of the "
+        "checkpoint into its own directory."
+    )
+    fix = (
+        "Choose the path on one rank, for example if it contains the time, and send it to the "
+        "others by torch.distributed.broadcast_object_list()."
+    )
+    raise ConfigError("\n".join([header, *lines, fix]))
 
 
 def load_checkpoint(
