@@ -13,7 +13,7 @@ from launch.config import read_config
 from launch.data import load_batches, load_data
 from launch.folder import find_run_dir, read_data_json
 from launch.job import Job
-from launch.model import loss_function, mean_cross_entropy
+from launch.model import loss_function, mean_cross_entropy, read_logits
 from launch.program import make_main
 
 
@@ -52,7 +52,7 @@ def evaluate(job: Job, examples: int) -> dict[str, float]:
             outputs = job.model(*batch.inputs, **batch.kwargs)
         loss_sum += len(counted) * compute_loss(outputs, batch.targets)
         if is_classifier:
-            is_correct = outputs.argmax(-1) == batch.targets
+            is_correct = read_logits(outputs).argmax(-1) == batch.targets
             num_correct += len(counted) * is_correct.double().mean()
         num_examples += len(counted)
     totals = layout.all_reduce_sum(loss_sum, num_correct, num_examples)

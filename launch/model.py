@@ -236,14 +236,21 @@ def loss_function(model: nn.Module) -> LossFunction:
     return loss
 
 
-def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def read_logits(outputs: Any) -> Tensor:
+    """Return the logits, which a model returns as a tensor or in outputs of transformers."""
+    logits: Tensor = getattr(outputs, "logits", outputs)
+    return logits
+
+
+def mean_cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats, which is computed in fp32 at every level.
 
     An fp16 loss would round, and the loss scale, which is the gradient of the loss, would overflow
     at 65536.
 
     Args:
-        logits: (..., classes).
+        outputs: The logits (..., classes), or an object with them as ``logits``.
         targets: int64 (...).
     """
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+    logits = read_logits(outputs).float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -12,6 +12,7 @@ from launch.checkpoint import load_run
 from launch.config import read_config
 from launch.data import Data, load_data, load_text_codec
 from launch.folder import find_run_dir, read_data_json
+from launch.model import read_logits
 from launch.program import make_main, require
 
 
@@ -31,7 +32,7 @@ def sample(
     model.eval()
     while True:
         context = tokens[None, -seq_len:]
-        logits = model(context)[0, -1].float()
+        logits = read_logits(model(context))[0, -1].float()
         k = top_k or len(logits)
         likeliest = logits.topk(min(k, len(logits)))
         token = likeliest.indices[:1]
