@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import operator
 import random
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distamp.error_text import count_text
 from distamp.errors import CallOrderError
 from distamp.fsdp_params import sharded_params
 from distamp.module_names import module_names
@@ -165,6 +168,36 @@ class _Recorded(NamedTuple):
     versions: list[tuple[Tensor, int]]
 
 
+def _bind_batches(step: Callable[..., Any], batches: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return a step as a function without arguments.
+
+    Raises:
+        TypeError: The step needs other arguments. Without this check the first skipped step would
+            raise, because only a replay calls the function.
+    """
+    try:
+        signature = inspect.signature(step)
+    except ValueError:  # some functions in C have no signature
+        return step
+    if not any(map(_is_required, signature.parameters.values())):
+        return step
+    try:
+        signature.bind(*batches)
+    except TypeError as error:
+        raise TypeError(
+            f"record() replays a skipped step by step(*batches), and this step does not take "
+            f"{count_text(len(batches), 'positional argument')} ({error}). Pass to record() what "
+            "you pass to the step, or a step without arguments."
+        ) from error
+    return functools.partial(step, *batches)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter has no default, also for ``*batches``, and not for ``**``."""
+    is_mapping = parameter.kind is inspect.Parameter.VAR_KEYWORD
+    return parameter.default is inspect.Parameter.empty and not is_mapping
+
+
 class StepReplay:
     """Replay of a training step that was skipped, which logs the first operation that failed.
 
@@ -172,12 +205,12 @@ class StepReplay:
 
         replay = distamp.report.StepReplay(model).attach(guard)
         for batches in loader:
-            def step():
+            def step(*batches):
                 for batch in batches:
                     loss_fn(model(batch)).backward()
 
             replay.record(step, *batches)  # before the step: random states, and a copy of buffers
-            step()
+            step(*batches)
             guard.step(optimizer)
             guard.update()                 # replays a step that was skipped, and logs why
 
@@ -231,18 +264,20 @@ class StepReplay:
         self._guard = None
         self._recorded = None
 
-    def record(self, step: Callable[[], Any], *batches: Any) -> None:
+    def record(self, step: Callable[..., Any], *batches: Any) -> None:
         """Record a step before it runs, so that ``update`` replays it if it is skipped.
 
         Every rank records its step. The last recorded one counts.
 
         Args:
-            step: As of `find_first_nonfinite`, with the loss scaled by a scaler if there is one.
+            step: As of `find_first_nonfinite`, with the loss scaled by a scaler if there is one. A
+                replay calls ``step(*batches)``, or ``step()`` if the step needs no arguments.
             batches: Batches of the step, in any nesting. The answer has a note if they changed in
                 place before the replay.
 
         Raises:
             CallOrderError: `attach` was not called.
+            TypeError: ``step`` needs other arguments than the batches.
         """
         if self._guard is None:
             raise CallOrderError(
@@ -250,6 +285,7 @@ class StepReplay:
                 "first: replay = StepReplay(model).attach(guard)."
             )
         versions = [(tensor, _version(tensor)) for tensor in flatten_tensors(batches)]
+        step = _bind_batches(step, batches)
         self._recorded = _Recorded(step, StepSnapshot(self._model), versions)
 
     def on_update(
