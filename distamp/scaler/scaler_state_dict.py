@@ -24,6 +24,7 @@ _VERSION = 1
 #: Counters are int32 on a device.
 _MAX_COUNT = 2**31 - 1
 _TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+_TORCH_KEYS = frozenset(("scale", "_growth_tracker", *_TORCH_SETTINGS))
 #: Keys of a `loss_scale_state_dict` that are no settings of the loss scale.
 _OTHER_KEYS = ("version", "hysteresis_tracker", "kind")
 
@@ -67,7 +68,7 @@ def parse_state_dict(state: Mapping[str, Any], current: LossScale) -> ParsedStat
             "from a disabled instance of GradScaler."
         )
     entry = read_own_state(state)
-    if entry is not None and "scale" not in state:
+    if entry is not None and _TORCH_KEYS.isdisjoint(state):
         # The state of a StepGuard has no scale, so the current scale stays.
         return ParsedState(current)
     state = _from_apex(state, current)
