@@ -1,7 +1,7 @@
 """Count the cells in which each scaler is right: ``python -m tests.scaler.compare_peers``.
 
 252 cells: 7 layouts x 3 optimizers x 3 orders x 4 faults on 4 gloo ranks, judged by the invariant
-of ``test_invariant.py``; ``--scalers`` picks some of the three. The table is Markdown.
+of ``test_invariant.py``; ``--scalers`` selects some of the three scalers. The table is Markdown.
 """
 
 import argparse
@@ -21,44 +21,63 @@ SCALERS = {
     "sharded": "ShardedGradScaler",
     "distamp": "DistGradScaler",
 }
-CELLS = list(
-    cells(
-        ["DDP", "DDP, experts", "FSDP1", "FSDP2", "FSDP2 x TP", "plain and DTensor", "ZeRO"],
-        ["SGD for-loop", "AdamW foreach", "Adam fused"],
-        ["step", "unscale", "two optimizers"],
-        ["none", "inf", "nan", "every rank"],
-    )
-)
+LAYOUTS = ["DDP", "DDP, experts", "FSDP1", "FSDP2", "FSDP2 x TP", "plain and DTensor", "ZeRO"]
+KINDS = ["SGD for-loop", "AdamW foreach", "Adam fused"]
+ORDERS = ["step", "unscale", "two optimizers"]
+FAULTS = ["none", "inf", "nan", "every rank"]
+CELLS = list(cells(LAYOUTS, KINDS, ORDERS, FAULTS))
+
+# The first violation of each cell, by layout. The text is empty if the scaler is right.
+Violations = dict[str, list[str]]
 
 
-def count(scaler: str) -> dict[str, list[str]]:
-    """For each layout what was seen first in each cell, one at a time; empty where it is right."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
+def judge_cells(scaler: str) -> Violations:
+    """Run all cells, one at a time, under one scaler."""
+    first_violations: Violations = {layout: [] for layout in LAYOUTS}
     with RankPool(WORLD) as pool:
         judge = Judge(pool, scaler, timeout=20.0)
-        for each in CELLS:
-            wrong = judge.judge(cell(*each))
-            found[each[0]].append(wrong[0].splitlines()[0][:90] if wrong else "")
-            if wrong and scaler == "distamp":
-                print(each, *wrong, sep="\n  ", file=sys.stderr)
-    found["**all**"] = [wrong for of_layout in found.values() for wrong in of_layout]
-    return found
+        for names in CELLS:
+            violations = judge.judge(cell(*names))
+            first_line = ""
+            if violations:
+                first_line = violations[0].splitlines()[0]
+            layout = names[0]
+            first_violations[layout].append(first_line[:90])
+            if violations and scaler == "distamp":
+                print(names, *violations, sep="\n  ", file=sys.stderr)
+    return first_violations
+
+
+def print_row(title: str, texts: list[list[str]]) -> None:
+    """Print the number of right cells for each scaler."""
+    columns = [f"{of_scaler.count('')} of {len(of_scaler)}" for of_scaler in texts]
+    print(f"| {title} |", " | ".join(columns), "|")
+
+
+def flatten(violations: Violations) -> list[str]:
+    texts: list[str] = []
+    for of_layout in violations.values():
+        texts += of_layout
+    return texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scalers", nargs="+", choices=list(SCALERS), default=list(SCALERS))
-    results = {scaler: count(scaler) for scaler in parser.parse_args().scalers}
+    scalers = parser.parse_args().scalers
+    results = {scaler: judge_cells(scaler) for scaler in scalers}
     print(f"{datetime.date.today()}, torch {torch.__version__}, {len(CELLS)} cells\n")
-    print("| layout |", " | ".join(SCALERS[scaler] for scaler in results), "|")
-    print("|---" * (len(results) + 1) + "|")
-    for layout in next(iter(results.values())):
-        row = [f"{found[layout].count('')} of {len(found[layout])}" for found in results.values()]
-        print(f"| {layout} |", " | ".join(row), "|")
-    for scaler, found in results.items():
-        seen = collections.Counter(filter(None, found["**all**"]))
-        for wrong, number in seen.most_common():
-            print(f"\n- {SCALERS[scaler]}, {number} x {wrong}")
+    titles = [SCALERS[scaler] for scaler in results]
+    print("| layout |", " | ".join(titles), "|")
+    print("|---" * (len(titles) + 1) + "|")
+    for layout in LAYOUTS:
+        print_row(layout, [violations[layout] for violations in results.values()])
+    print_row("**all**", [flatten(violations) for violations in results.values()])
+    for scaler, violations in results.items():
+        counts = collections.Counter(flatten(violations))
+        del counts[""]
+        for text, number in counts.most_common():
+            print(f"\n- {SCALERS[scaler]}, {number} x {text}")
 
 
 if __name__ == "__main__":

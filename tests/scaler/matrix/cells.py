@@ -1,8 +1,8 @@
-"""The cells of layouts x optimizers x orders x faults, each a small program."""
+"""The cells of layouts x optimizers x orders of calls x faults, each as a small program."""
 
-import itertools
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from tests.scaler.matrix.layouts import ALL_LAYOUTS
 from tests.scaler.matrix.programs import Fault, Iteration, Program
@@ -10,54 +10,93 @@ from tests.scaler.matrix.reference import KINDS
 
 __all__ = ["FAULTS", "ORDERS", "cell", "cells", "chain", "chains", "sample"]
 
-# How a step is made: (order of calls, microbatches, optimizers).
-ORDERS: dict[str, tuple[str, int, int]] = {
-    "step": ("step", 1, 1),
-    "unscale": ("unscale", 1, 1),
-    "clip": ("clip", 1, 1),
-    "accumulate": ("step", 2, 1),
-    "two optimizers": ("unscale", 1, 2),
-    "grouped": ("grouped", 2, 2),
+Names = Iterable[str]
+Cell = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The calls of one step.
+
+    Args:
+        calls: As `Iteration.order`.
+        microbatches: The number of backward passes before the step.
+        optimizers: The number of optimizers.
+    """
+
+    calls: str
+    microbatches: int = 1
+    optimizers: int = 1
+
+
+ORDERS: dict[str, Order] = {
+    "step": Order("step"),
+    "unscale": Order("unscale"),
+    "clip": Order("clip"),
+    "accumulate": Order("step", microbatches=2),
+    "two optimizers": Order("unscale", optimizers=2),
+    "grouped": Order("grouped", microbatches=2, optimizers=2),
 }
+
+ONE_INF = Fault(rank=1, value="inf", position=3)
+ONE_NAN = Fault(rank=2, value="nan", position=1)
+MINUS_INF_OF_RANK_0 = Fault(rank=0, value="-inf")
+NAN_OF_RANK_3 = Fault(rank=3, value="nan", position=7)
+INF_OF_EVERY_RANK = tuple(Fault(rank, "inf", position=rank) for rank in range(4))
+INF_LOSS = Fault(rank=1, value="loss")
+#: Only layouts that sum gradients in float16 have cells with this fault.
+OVERFLOW_IN_SUM = Fault(rank=0, value="sum")
+
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "none": (),
-    "inf": (Fault(1, "inf", where=3),),
-    "nan": (Fault(2, "nan", where=1),),
-    "both": (Fault(0, "-inf"), Fault(3, "nan", where=7)),
-    "every rank": tuple(Fault(rank, "inf", where=rank) for rank in range(4)),
-    "loss": (Fault(1, "loss"),),
-    "sum": (Fault(0, "sum"),),
+    "inf": (ONE_INF,),
+    "nan": (ONE_NAN,),
+    "both": (MINUS_INF_OF_RANK_0, NAN_OF_RANK_3),
+    "every rank": INF_OF_EVERY_RANK,
+    "loss": (INF_LOSS,),
+    "sum": (OVERFLOW_IN_SUM,),
 }
 
 
 def cell(layout: str, kind: str, order: str, fault: str) -> Program:
-    """A clean step, the faulty one, and a clean one that must go on from the first."""
+    """Return a clean step, a faulty one, and a clean one that must go on from the first."""
     return chain(layout, kind, order, [fault])
 
 
-def chain(layout: str, kind: str, order: str, faults: Iterable[str]) -> Program:
-    """Several cells in one program: a clean step, and after each faulty one another clean one."""
-    how, micro, optimizers = ORDERS[order]
-    clean = Iteration(how, micro)
-    steps = [clean]
+def chain(layout: str, kind: str, order: str, faults: Names) -> Program:
+    """Return one program of several cells: a clean step, and another after each faulty step."""
+    calls, microbatches = ORDERS[order].calls, ORDERS[order].microbatches
+    clean_step = Iteration(calls, microbatches)
+    steps = [clean_step]
     for fault in faults:
-        steps += [Iteration(how, micro, FAULTS[fault]), clean]
-    return Program(layout, kind, tuple(steps), optimizers, ALL_LAYOUTS[layout].init_scale)
+        faulty_step = Iteration(calls, microbatches, FAULTS[fault])
+        steps += [faulty_step, clean_step]
+    optimizers = ORDERS[order].optimizers
+    init_scale = ALL_LAYOUTS[layout].init_scale
+    return Program(layout, kind, tuple(steps), optimizers, init_scale)
 
 
 def cells(
-    layouts: Iterable[str] = tuple(ALL_LAYOUTS),
-    kinds: Iterable[str] = tuple(KINDS),
-    orders: Iterable[str] = tuple(ORDERS),
-    faults: Iterable[str] = tuple(FAULTS),
-) -> Iterator[tuple[str, str, str, str]]:
-    """Every cell there is: only a sum in float16 overflows."""
-    for each in itertools.product(layouts, kinds, orders, faults):
-        layout, kind, _, fault = ALL_LAYOUTS[each[0]], *each[1:]
-        if kind in (KINDS if layout.kinds is None else layout.kinds) and (
-            fault != "sum" or layout.overflows_in_sum
-        ):
-            yield each
+    layouts: Names = ALL_LAYOUTS,
+    kinds: Names = KINDS,
+    orders: Names = ORDERS,
+    faults: Names = FAULTS,
+) -> Iterator[Cell]:
+    """Yield the cells that exist: layout, optimizer, order of calls and fault."""
+    for layout in layouts:
+        can_overflow_in_sum = ALL_LAYOUTS[layout].overflows_in_sum
+        for kind in kinds:
+            if kind not in _kinds_of(layout):
+                continue
+            for order in orders:
+                for fault in faults:
+                    if fault != "sum" or can_overflow_in_sum:
+                        yield layout, kind, order, fault
+
+
+def _kinds_of(layout: str) -> tuple[str, ...]:
+    """Return the optimizers that train in a layout."""
+    return ALL_LAYOUTS[layout].kinds or tuple(KINDS)
 
 
 def chains(layout: str, kind: str) -> list[Program]:
@@ -66,17 +105,23 @@ def chains(layout: str, kind: str) -> list[Program]:
     An overflow in a sum gets its own program: a second optimizer may step then, with gradients near
     the largest float16, and so large a step leaves a large rounding error.
     """
-    programs = []
+    programs: list[Program] = []
     for order in ORDERS:
-        faults = [fault for *_, fault in cells([layout], [kind], [order])]
-        programs.append(chain(layout, kind, order, [fault for fault in faults if fault != "sum"]))
+        faults = [fault for _, _, _, fault in cells([layout], [kind], [order])]
+        small_faults = [fault for fault in faults if fault != "sum"]
+        programs.append(chain(layout, kind, order, small_faults))
         if "sum" in faults:
             programs.append(chain(layout, kind, order, ["sum"]))
     return programs
 
 
 def sample(layout: str, seed: str = "") -> Program:
-    """The same cell of a layout at every call; one without a fault is the first step of any."""
-    chance = random.Random(f"{seed}{layout}")
-    kind = chance.choice(ALL_LAYOUTS[layout].kinds or tuple(KINDS))
-    return cell(*chance.choice([each for each in cells([layout], [kind]) if each[3] != "none"]))
+    """Return a faulty cell of a layout, drawn at random, and equal at every call."""
+    generator = random.Random(f"{seed}{layout}")
+    kind = generator.choice(_kinds_of(layout))
+    faulty_cells: list[Cell] = []
+    for candidate in cells([layout], [kind]):
+        _, _, _, fault = candidate
+        if fault != "none":
+            faulty_cells.append(candidate)
+    return cell(*generator.choice(faulty_cells))

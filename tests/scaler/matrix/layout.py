@@ -1,4 +1,4 @@
-"""What a layout is, and the plain ones: one process alone, DDP, FSDP2.
+"""The base class of layouts, and the plain layouts: one process alone, DDP, FSDP2.
 
 A layout builds the model on this rank, runs backward as a user would, plants a value in this
 rank's own gradients, and gathers the full parameters. It knows nothing of scalers.
@@ -20,10 +20,10 @@ from tests.place import here
 from tests.ranks import mesh
 from tests.scaler.matrix.reference import Kind, Net, Reference, batch, loss_of
 
-# In a rank it is how many there are, so that programs run on fewer than elsewhere.
+# A rank reads the number of ranks, so that programs can run on fewer than four.
 WORLD = int(os.environ.get("WORLD_SIZE", "4"))
 LAYERS = ("first", "second", "head", "tail")
-# Which layers each of two optimizers holds. FSDP leaves rank 3 nothing of the second's.
+# The layers of two optimizers. FSDP leaves rank 3 no part of the second half.
 HALVES = (("first", "second"), ("head", "tail"))
 
 
@@ -31,19 +31,21 @@ class Layout:
     """Base: the same whole model on every rank, with no wrapper and no group.
 
     Attributes:
-        widths: of ``head`` and ``tail``.
-        shards: into how many shards the batch is split.
-        group: what ``torch.distributed`` should be: ``"default"``, or ``"none"`` for no group.
-        kinds: the names of the optimizers that train on it; None for all of `KINDS`.
-        init_scale: what the cells begin with; lower where gradients are float16.
-        fp16_grads: what the scaler is given.
-        tolerance: of parameters after a few steps, against float64; a step that is wrong is off by
-            more.
-        on_average: whether that is of the average and not of the largest difference: Adam's and
-            Adagrad's first step is as large where a gradient is nearly zero as elsewhere, and half
+        widths: The widths of ``head`` and ``tail``.
+        shards: The number of shards of the batch.
+        group: ``"default"`` for a default group of ``torch.distributed``, or ``"none"``.
+        kinds: The names of the optimizers that train in this layout. None for all of `KINDS`.
+        init_scale: The loss scale at the start of a cell. It is low if gradients are float16.
+        fp16_grads: As of the scaler.
+        tolerance: The largest distance of parameters from float64 after a few steps. A wrong step
+            is farther away.
+        on_average: Whether the tolerance is of the average instead of the largest difference. The
+            first step of Adam and Adagrad is equally large if a gradient is nearly zero, and half
             precision gets the sign of such a gradient wrong.
-        norm_tolerance: of a gradient norm, relative.
-        overflows_in_sum: whether gradients are summed in float16, so that finite ones can overflow.
+        norm_tolerance: The relative tolerance of a gradient norm.
+        overflows_in_sum: Whether gradients are summed in float16, so that the sum of finite
+            gradients can overflow.
+        reference_class: The class of the reference.
     """
 
     widths: ClassVar[tuple[int, int]] = (3, 2)
@@ -65,7 +67,7 @@ class Layout:
         self.initial = {name: p.detach().cpu().clone() for name, p in self.net.named_parameters()}
         self.model = self.wrap(self.net)
 
-    # -- what differs between layouts -----------------------------------------------------------
+    # -- layouts override these -----------------------------------------------------------------
 
     def make_net(self) -> nn.Module:
         return Net(*self.widths)
@@ -77,47 +79,47 @@ class Layout:
         return net
 
     def shard_of(self, rank: int) -> int:
-        """Which shard of the batch a rank computes: its neighbours may have the same."""
+        """Return the shard of the batch that a rank computes; its neighbours may share it."""
         return rank * self.shards // WORLD
 
     def sharded(self, parameter: Tensor) -> bool:
-        """Whether each rank holds another such tensor, and nothing but its user can say so."""
+        """Whether every rank holds a different part of a tensor that only its user can declare."""
         return False
 
     def domain_of(self, rank: int) -> int:
-        """Ranks of one domain train one model together, and must agree."""
+        """Return the domain of a rank. Ranks of one domain train one model and must agree."""
         return rank
 
     def process_group(self) -> Any:
-        """What the scaler is given."""
+        """Return the group or mesh that the scaler gets."""
         return None
 
     def parts(self) -> list[list[nn.Parameter]]:
-        """The parameters of each of two optimizers on this rank."""
+        """Return this rank's parameters of the first and of the second optimizer."""
         return [
             [p for name in half for p in getattr(self.net, name).parameters()] for half in HALVES
         ]
 
     def part_names(self) -> list[list[str]]:
-        """The full names of the same, on all ranks of the domain together."""
+        """Return the full names of both parts, on all ranks of the domain together."""
         return [[n for n in self.initial if n.split(".")[0] in half] for half in HALVES]
 
     def optimizer(self, kind: Kind, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return kind.make(parameters)
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Give the wrapper the optimizers, where it needs them."""
+        """Give the wrapper the optimizers, if it needs them."""
 
     def zero_grad(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
 
     def inputs(self, x: Tensor) -> Tensor:
-        """A batch as the model takes it."""
+        """Return a batch in the dtype and on the device of the model."""
         return x.to(here(), torch.float32)
 
     def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
-        """Forward and backward of each microbatch; ``factors`` multiply this rank's losses."""
+        """Run forward and backward of each microbatch; factors multiply this rank's losses."""
         for step in range(micro):
             with self.accumulating() if step + 1 < micro else contextlib.nullcontext():
                 x = self.inputs(batch(iteration, step, self.shard_of(self.rank)))
@@ -127,21 +129,21 @@ class Layout:
         return contextlib.nullcontext()
 
     def owned(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The parameters whose gradients this rank's step reads."""
+        """Return the parameters with gradients that this rank's step reads."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Name -> full value, of every parameter this rank holds or can gather."""
-        whole = {
-            name: p.full_tensor() if isinstance(p, DTensor) else p
-            for name, p in self.net.named_parameters()
-        }
-        return {name: p.detach().cpu().clone() for name, p in whole.items()}
+        """Return the full value of every parameter that this rank holds or can gather."""
+        values: dict[str, Tensor] = {}
+        for name, param in self.net.named_parameters():
+            full = param.full_tensor() if isinstance(param, DTensor) else param
+            values[name] = full.detach().cpu().clone()
+        return values
 
     def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
         return functional_call(Net(*self.widths).to("meta"), dict(parameters), (x,))
 
-    # -- what does not --------------------------------------------------------------------------
+    # -- common to all layouts ------------------------------------------------------------------
 
     def reference(self, kind: Kind, optimizers: int) -> Reference:
         parts = self.part_names()
@@ -149,20 +151,21 @@ class Layout:
             parts = [[name for part in parts for name in part]]
         return self.reference_class(self.initial, parts, self.forward64, kind, self.shards)
 
-    def plant(self, optimizer: torch.optim.Optimizer, value: float, where: int) -> None:
+    def plant(self, optimizer: torch.optim.Optimizer, value: float, position: int) -> None:
         """Write ``value`` into one element of this rank's gradients, if it has any."""
-        gradients = [
-            local
-            for p in self.owned(optimizer)
-            if p.grad is not None and (local := local_values(p.grad)).numel() > 0
-        ]
+        gradients: list[Tensor] = []
+        for param in self.owned(optimizer):
+            if param.grad is not None:
+                local = local_values(param.grad)
+                if local.numel() > 0:
+                    gradients.append(local)
         if gradients:
-            flat = gradients[where % len(gradients)].view(-1)
-            flat[where % flat.numel()] = value
+            flat = gradients[position % len(gradients)].view(-1)
+            flat[position % flat.numel()] = value
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """The dense storage behind a gradient on this rank."""
+    """Return the dense storage behind a gradient on this rank."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local._values() if local.is_sparse else local
 

@@ -1,10 +1,9 @@
 """Every way a model is spread over 4 ranks, and every kind of gradient: one table, at the end.
 
-A new layout is a class that overrides what differs from `Layout`, and one entry of the table.
+A new layout is a class that overrides parts of `Layout`, and one entry of the table.
 """
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -45,12 +45,14 @@ __all__ = ["ALL_LAYOUTS", "LAYOUTS", "WORLD", "Layout"]
 
 
 class DDPSubgroups(DDP):
-    """Ranks 0, 1 and ranks 2, 3 train two models; each has a scaler over its own group."""
+    """Ranks 0, 1 and ranks 2, 3 train two models. Each pair has a group, which its scaler gets."""
 
     shards = 2
 
     def process_group(self) -> Any:
-        return [subgroup([0, 1]), subgroup([2, 3])][self.domain_of(self.rank)]
+        # Every rank makes both groups, because torch requires it.
+        groups = [subgroup([0, 1]), subgroup([2, 3])]
+        return groups[self.domain_of(self.rank)]
 
     def wrap(self, net: nn.Module) -> nn.Module:
         return DistributedDataParallel(net, process_group=self.process_group())
@@ -73,13 +75,23 @@ class FSDP1(World):
 
     def full_parameters(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            return {
-                re.sub(r"_fsdp_wrapped_module\.", "", name): p.detach().cpu().clone()
-                for name, p in self.model.named_parameters()
-            }
+            values: dict[str, Tensor] = {}
+            for wrapped_name, param in self.model.named_parameters():
+                name = wrapped_name.replace("_fsdp_wrapped_module.", "")
+                values[name] = param.detach().cpu().clone()
+            return values
 
 
-_OFFLOAD = CPUOffloadPolicy(pin_memory=device_type() != "cpu")
+class FSDP1OrigParams(FSDP1):
+    settings: ClassVar[dict[str, Any]] = {"use_orig_params": True}
+
+
+class FSDP2Offload(FSDP2):
+    """The parameters and their gradients are on the host between steps."""
+
+    policy: ClassVar[dict[str, Any]] = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=device_type() != "cpu")
+    }
 
 
 class HSDP(FSDP2):
@@ -93,8 +105,11 @@ class HSDP(FSDP2):
 
 
 def _parallel(net: nn.Module, over: Any, *names: str) -> nn.Module:
-    """Tensor parallel layers of these names: by columns and by rows in turn."""
-    plan = {name: (ColwiseParallel(), RowwiseParallel())[LAYERS.index(name) % 2] for name in names}
+    """Make the layers of these names tensor parallel, by columns and by rows in turn."""
+    plan: dict[str, ParallelStyle] = {}
+    for name in names:
+        is_even = LAYERS.index(name) % 2 == 0
+        plan[name] = ColwiseParallel() if is_even else RowwiseParallel()
     return parallelize_module(net, over, plan)
 
 
@@ -109,7 +124,7 @@ class TP(World):
 
 
 class FSDP2TP(World):
-    """FSDP2 over one dimension of a mesh, tensor parallel over the other."""
+    """FSDP2 over the first dimension of a mesh, tensor parallel over the second."""
 
     widths = (4, 4)
     shards = 2
@@ -133,9 +148,13 @@ class TwoMeshes(World):
     """One optimizer holds DTensors of a one- and of a two-dimensional mesh."""
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        meshes = mesh((WORLD,), ("shard",)), mesh((2, WORLD // 2), ("replicate", "shard"))
-        for name in LAYERS:
-            fully_shard(getattr(net, name), mesh=meshes[name in HALVES[1]])
+        first_half, second_half = HALVES
+        flat_mesh = mesh((WORLD,), ("shard",))
+        square_mesh = mesh((2, WORLD // 2), ("replicate", "shard"))
+        for name in first_half:
+            fully_shard(getattr(net, name), mesh=flat_mesh)
+        for name in second_half:
+            fully_shard(getattr(net, name), mesh=square_mesh)
         return net
 
 
@@ -160,7 +179,7 @@ class OSS(World):
         self.model = ShardedDataParallel(self.net, list(optimizers))
 
     def zero_grad(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        # Its gradients are views of buckets, which None would detach for good.
+        # Gradients are views of buckets, and None would detach them for good.
         self.model.zero_grad(set_to_none=False)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -170,11 +189,11 @@ class OSS(World):
         return [p for group in optimizer.optim.param_groups for p in group["params"]]
 
 
-# -- experts: parameters with ranks of their own ---------------------------------------------------
+# -- experts: parameters of some ranks -------------------------------------------------------------
 
 
 class _ExpertNet(Net):
-    """Net and an expert in the middle, which some ranks send no tokens to."""
+    """Net with an expert in the middle; some ranks may send it no tokens."""
 
     def __init__(self, *widths: int, used: bool) -> None:
         super().__init__(*widths)
@@ -189,11 +208,11 @@ class _ExpertNet(Net):
 
 
 class DDPExperts(DDP):
-    """DDP that ignores the experts: each rank holds its own, with its own gradients.
+    """DDP that ignores the experts. Every rank holds another expert, with other gradients.
 
     Attributes:
-        used: whether each rank sends its expert tokens.
-        experts: how many there are; rank r holds a part of, or all of, number r modulo that.
+        used: For each rank, whether it sends tokens to its expert.
+        experts: The number of experts. Rank r holds all or a part of expert r modulo this number.
     """
 
     used: ClassVar[tuple[bool, ...]] = (True,) * 4
@@ -218,32 +237,34 @@ class DDPExperts(DDP):
         return super().wrap(net)
 
     def sharded(self, parameter: Tensor) -> bool:
-        return any(parameter is own for own in self.net.expert.parameters())
+        return any(parameter is param for param in self.net.expert.parameters())
 
     def parts(self) -> list[list[nn.Parameter]]:
-        expert = list(self.net.expert.parameters())
-        return [[p for p in self.net.parameters() if not self.sharded(p)], expert]
+        shared = [param for param in self.net.parameters() if not self.sharded(param)]
+        return [shared, list(self.net.expert.parameters())]
 
     def part_names(self) -> list[list[str]]:
         shared = [name for name in self.initial if "@" not in name]
-        return [shared, [name for name in self.initial if "@" in name]]
+        of_experts = [name for name in self.initial if "@" in name]
+        return [shared, of_experts]
 
     def full_parameters(self) -> dict[str, Tensor]:
-        own = f"@{self.rank % self.experts}"
-        return {
-            name + own * name.startswith("expert."): value
-            for name, value in super().full_parameters().items()
-        }
+        suffix = f"@{self.rank % self.experts}"
+        values: dict[str, Tensor] = {}
+        for name, value in super().full_parameters().items():
+            if name.startswith("expert."):
+                name = name + suffix
+            values[name] = value
+        return values
 
     def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
-        own = f"@{shard % self.experts}"
-        mine = {
-            name.removesuffix(own): value
-            for name, value in parameters.items()
-            if "@" not in name or name.endswith(own)
-        }
+        suffix = f"@{shard % self.experts}"
+        values: dict[str, Tensor] = {}
+        for name, value in parameters.items():
+            if "@" not in name or name.endswith(suffix):
+                values[name.removesuffix(suffix)] = value
         net = _ExpertNet(*self.widths, used=self.used[shard]).to("meta")
-        return functional_call(net, mine, (x,))
+        return functional_call(net, values, (x,))
 
 
 class DDPIdleExperts(DDPExperts):
@@ -263,18 +284,18 @@ class _MeanOverHolders(Reference):
 
 
 class MeshExperts(DDPExperts):
-    """FSDP2 over all ranks for what is shared; each expert over the ranks that hold it.
+    """FSDP2 over all ranks for the shared layers, and over two ranks for each expert.
 
-    One optimizer holds DTensors of two meshes, and of the smaller one every rank sees a part alone.
-    Ranks 0 and 2 hold one expert between them, ranks 1 and 3 another.
+    One optimizer holds DTensors of two meshes, and every rank sees only a part of the smaller mesh.
+    Ranks 0 and 2 share the parts of one expert, ranks 1 and 3 the parts of another.
     """
 
     experts = 2
     reference_class = _MeanOverHolders
 
     def wrap_with_experts(self, net: nn.Module) -> nn.Module:
-        over = mesh((WORLD // self.experts, self.experts), ("expert_shard", "expert"))
-        fully_shard(net.expert, mesh=over["expert_shard"])
+        expert_mesh = mesh((WORLD // self.experts, self.experts), ("expert_shard", "expert"))
+        fully_shard(net.expert, mesh=expert_mesh["expert_shard"])
         return shard_layers(net, mesh=mesh((WORLD,), ("shard",)))
 
     def accumulating(self) -> Any:
@@ -287,7 +308,7 @@ CHUNKS = 2
 
 
 class Pipeline(World):
-    """torch's GPipe schedule: each rank holds one layer and nothing of the others."""
+    """torch's GPipe schedule: every rank holds one layer."""
 
     shards = 1
 
@@ -297,15 +318,18 @@ class Pipeline(World):
     def wrap(self, net: nn.Module) -> nn.Module:
         rank = self.rank
         self.layer = getattr(net, LAYERS[rank])
-        after = nn.Identity() if rank == WORLD - 1 else nn.Tanh()
-        self.stage = PipelineStage(nn.Sequential(self.layer, after), rank, WORLD, here())
+        activation = nn.Identity() if rank == WORLD - 1 else nn.Tanh()
+        module = nn.Sequential(self.layer, activation)
+        self.stage = PipelineStage(module, rank, WORLD, here())
         return net
 
     def parts(self) -> list[list[nn.Parameter]]:
         return [[self.layer.weight], [self.layer.bias]]
 
     def part_names(self) -> list[list[str]]:
-        return [[n for n in self.initial if n.endswith(s)] for s in (".weight", ".bias")]
+        weights = [name for name in self.initial if name.endswith(".weight")]
+        biases = [name for name in self.initial if name.endswith(".bias")]
+        return [weights, biases]
 
     def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
         rank = self.rank
@@ -314,42 +338,74 @@ class Pipeline(World):
             def loss(output: Tensor, target: Tensor, factor: float = factors[step]) -> Tensor:
                 return scaler.scale(loss_of(output) * (factor / CHUNKS))
 
-            # The schedule's own scaling would divide what earlier passes accumulated once more.
+            # With scale_grads the schedule would divide the sums of earlier passes again.
             schedule = ScheduleGPipe(self.stage, CHUNKS, loss_fn=loss, scale_grads=False)
-            given = [self.inputs(batch(iteration, step, 0))] if rank == 0 else []
-            target = torch.zeros(BATCH, self.widths[1], device=here())
-            schedule.step(*given, target=target if rank == WORLD - 1 else None)
-        if rank != WORLD - 1 and type(scaler).__module__.startswith("torch."):
-            # torch's scalers assert where scale() was never called; this rank sees no loss.
+            if rank == 0:
+                inputs = self.inputs(batch(iteration, step, 0))
+                schedule.step(inputs)
+            elif rank == WORLD - 1:
+                target = torch.zeros(BATCH, self.widths[1], device=here())
+                schedule.step(target=target)
+            else:
+                schedule.step()
+        has_loss = rank == WORLD - 1
+        is_torchs = type(scaler).__module__.startswith("torch.")
+        if is_torchs and not has_loss:
+            # torch's scalers assert if scale() was never called.
             scaler.scale(torch.zeros((), device=here()))
 
     def full_parameters(self) -> dict[str, Tensor]:
-        name = LAYERS[self.rank]
-        return {f"{name}.{n}": p.detach().cpu().clone() for n, p in self.layer.named_parameters()}
+        layer_name = LAYERS[self.rank]
+        values: dict[str, Tensor] = {}
+        for name, param in self.layer.named_parameters():
+            values[f"{layer_name}.{name}"] = param.detach().cpu().clone()
+        return values
 
 
-# -- gradients and parameters of other kinds than dense float32 ------------------------------------
+# -- half precision --------------------------------------------------------------------------------
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-def _policy(param: torch.dtype, reduce: torch.dtype) -> dict[str, MixedPrecisionPolicy]:
-    return {
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=param, reduce_dtype=reduce, output_dtype=torch.float32
-        )
-    }
+class _Float16Gradients(Layout):
+    """Gradients that are computed in float16."""
+
+    init_scale = 2.0**10
+    on_average = True
+    tolerance = 2e-4
+    norm_tolerance = 5e-3
 
 
-def _with(*bases: type[Layout], **settings: Any) -> type[Layout]:
-    return type(bases[0].__name__, bases, settings)
+class _BFloat16Gradients(Layout):
+    """Gradients that are computed in bfloat16."""
+
+    on_average = True
+    tolerance = 1e-3
+    norm_tolerance = 5e-2
 
 
-# Computed and reduced in these dtypes. A sum of finite gradients can overflow in float16.
-_FLOAT16 = {"init_scale": 2.0**10, "on_average": True, "tolerance": 2e-4, "norm_tolerance": 5e-3}
-_BFLOAT16 = {"on_average": True, "tolerance": 1e-3, "norm_tolerance": 5e-2}
-# torch's fused SGD on CPU leaves most elements of half-precision parameters as they were.
-_HALF_SGD = ("SGD for-loop", "SGD foreach")
+def _policy(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, MixedPrecisionPolicy]:
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=F32)
+    return {"mp_policy": policy}
+
+
+class FSDP2InFloat16(_Float16Gradients, FSDP2):
+    policy = _policy(F16, F16)
+    overflows_in_sum = True
+
+
+class FSDP2InFloat16ReducedInFloat32(_Float16Gradients, FSDP2):
+    policy = _policy(F16, F32)
+
+
+class FSDP2InBFloat16ReducedInFloat32(_BFloat16Gradients, FSDP2):
+    policy = _policy(BF16, F32)
+
+
+class FSDP2InBFloat16ReducedInFloat16(_BFloat16Gradients, FSDP2):
+    policy = _policy(BF16, F16)
+    init_scale = 2.0**10
+    overflows_in_sum = True
 
 
 class Parameters(Layout):
@@ -365,31 +421,57 @@ class Parameters(Layout):
         return x.to(here(), self.dtype)
 
 
-_FLOAT16_PARAMETERS: dict[str, Any] = {
-    "fp16_grads": "inplace",
-    "init_scale": 2.0**8,
-    "tolerance": 5e-4,
-    "norm_tolerance": 1e-2,
-    # Adam's and Adagrad's squares of small gradients are zero in float16, scaler or none.
-    "kinds": _HALF_SGD,
-}
-_BFLOAT16_PARAMETERS: dict[str, Any] = {
-    "dtype": BF16,
-    "tolerance": 3e-3,
-    "norm_tolerance": 8e-2,
-    "kinds": (*_HALF_SGD, *(name for name in KINDS if not name.startswith("SGD"))),
-}
+# torch's fused SGD on CPU leaves most elements of half-precision parameters unchanged.
+_HALF_SGD = ("SGD for-loop", "SGD foreach")
+_ADAPTIVE = tuple(name for name in KINDS if not name.startswith("SGD"))
+
+
+class _Float16Parameters(Parameters):
+    fp16_grads = "inplace"
+    init_scale = 2.0**8
+    tolerance = 5e-4
+    norm_tolerance = 1e-2
+    # Adam's and Adagrad's squares of small gradients are zero in float16, with or without a scaler.
+    kinds = _HALF_SGD
+
+
+class _BFloat16Parameters(Parameters):
+    dtype = BF16
+    tolerance = 3e-3
+    norm_tolerance = 8e-2
+    kinds = (*_HALF_SGD, *_ADAPTIVE)
+
+
+class DDPFloat16Parameters(_Float16Parameters, DDP):
+    pass
+
+
+class FSDP2Float16Parameters(_Float16Parameters, FSDP2):
+    pass
+
+
+class DDPBFloat16Parameters(_BFloat16Parameters, DDP):
+    pass
+
+
+class FSDP2BFloat16Parameters(_BFloat16Parameters, FSDP2):
+    pass
+
+
+# -- sparse gradients ------------------------------------------------------------------------------
 
 
 class _TokenNet(Net):
-    """The first layer is an embedding of 8 tokens; several inputs of a batch are the same one."""
+    """A net that begins with an embedding of 8 tokens, of which a batch repeats some."""
 
     def __init__(self, *widths: int, sparse: bool) -> None:
         super().__init__(*widths)
         self.first = nn.Embedding(2**3, 16, sparse=sparse)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = ((x[:, :3] > 0).long() * torch.tensor([1, 2, 4], device=x.device)).sum(1)
+        bits = (x[:, :3] > 0).long()
+        place_values = torch.tensor([1, 2, 4], device=x.device)
+        tokens = (bits * place_values).sum(1)
         return super().forward(tokens)
 
 
@@ -398,12 +480,21 @@ class _Sparse(Layout):
         return _TokenNet(*self.widths, sparse=True)
 
     def forward64(self, parameters: Mapping[str, Tensor], x: Tensor, shard: int) -> Tensor:
-        return functional_call(_TokenNet(*self.widths, sparse=False), dict(parameters), (x,))
+        net = _TokenNet(*self.widths, sparse=False)
+        return functional_call(net, dict(parameters), (x,))
+
+
+class SparseAlone(_Sparse, Alone):
+    pass
+
+
+class SparseDDP(_Sparse, DDP):
+    pass
 
 
 # -- the table ---------------------------------------------------------------------------------
 
-# What random programs are drawn from: full precision, dense, on one device.
+# Random programs are drawn from these layouts: full precision, dense, on one device.
 LAYOUTS: dict[str, type[Layout]] = {
     "alone": Alone,
     "DDP": DDP,
@@ -411,9 +502,9 @@ LAYOUTS: dict[str, type[Layout]] = {
     "DDP, experts": DDPExperts,
     "DDP, idle experts": DDPIdleExperts,
     "FSDP1": FSDP1,
-    "FSDP1 orig params": _with(FSDP1, settings={"use_orig_params": True}),
+    "FSDP1 orig params": FSDP1OrigParams,
     "FSDP2": FSDP2,
-    "FSDP2 offload": _with(FSDP2, policy={"offload_policy": _OFFLOAD}),
+    "FSDP2 offload": FSDP2Offload,
     "HSDP": HSDP,
     "FSDP2 x TP": FSDP2TP,
     "TP": TP,
@@ -423,20 +514,19 @@ LAYOUTS: dict[str, type[Layout]] = {
     "OSS": OSS,
     "pipeline": Pipeline,
 }
-# What the cells are made of. Those without a group come first: another group is new processes.
+# The cells are made of these. Layouts without a group come first, because another group is new
+# processes.
 ALL_LAYOUTS: dict[str, type[Layout]] = {
-    "alone, sparse": _with(_Sparse, Alone),
+    "alone, sparse": SparseAlone,
     **LAYOUTS,
     "FSDP2, experts on their own mesh": MeshExperts,
-    "FSDP2 in fp16": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F16), overflows_in_sum=True),
-    "FSDP2 in fp16, reduced in fp32": _with(FSDP2, **_FLOAT16, policy=_policy(F16, F32)),
-    "FSDP2 in bf16, reduced in fp32": _with(FSDP2, **_BFLOAT16, policy=_policy(BF16, F32)),
-    "FSDP2 in bf16, reduced in fp16": _with(
-        FSDP2, **_BFLOAT16, policy=_policy(BF16, F16), init_scale=2.0**10, overflows_in_sum=True
-    ),
-    "DDP, fp16 parameters": _with(Parameters, DDP, **_FLOAT16_PARAMETERS),
-    "FSDP2, fp16 parameters": _with(Parameters, FSDP2, **_FLOAT16_PARAMETERS),
-    "DDP, bf16 parameters": _with(Parameters, DDP, **_BFLOAT16_PARAMETERS),
-    "FSDP2, bf16 parameters": _with(Parameters, FSDP2, **_BFLOAT16_PARAMETERS),
-    "DDP, sparse": _with(_Sparse, DDP),
+    "FSDP2 in fp16": FSDP2InFloat16,
+    "FSDP2 in fp16, reduced in fp32": FSDP2InFloat16ReducedInFloat32,
+    "FSDP2 in bf16, reduced in fp32": FSDP2InBFloat16ReducedInFloat32,
+    "FSDP2 in bf16, reduced in fp16": FSDP2InBFloat16ReducedInFloat16,
+    "DDP, fp16 parameters": DDPFloat16Parameters,
+    "FSDP2, fp16 parameters": FSDP2Float16Parameters,
+    "DDP, bf16 parameters": DDPBFloat16Parameters,
+    "FSDP2, bf16 parameters": FSDP2BFloat16Parameters,
+    "DDP, sparse": SparseDDP,
 }
