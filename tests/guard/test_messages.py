@@ -1,8 +1,7 @@
-"""What a user of a guard or scaler reads: its repr, and messages about calls that it refuses."""
+"""Texts of a guard or scaler: its repr, its log lines, and messages about refused calls."""
 
 import inspect
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,31 +19,50 @@ from tests.ranks import logged
 from tests.scaler.steps import INF, backward, cpu_scaler, error_of, iteration, sgd
 
 
-def test_a_repr_has_the_scale_the_ranks_and_the_steps_that_the_host_knows():
-    (parameter, optimizer), guard, scaler = sgd(), StepGuard(), cpu_scaler(8.0)
-    assert repr(guard) == "<StepGuard of 1 rank>"
-    assert repr(scaler) == "<DistGradScaler of 1 rank at loss scale 8>"
+def test_a_repr_has_the_scale_and_the_ranks():
+    assert repr(StepGuard()) == "<StepGuard of 1 rank>"
+    assert repr(cpu_scaler(8.0)) == "<DistGradScaler of 1 rank at loss scale 8>"
     assert repr(cpu_scaler(enabled=False)) == "<DistGradScaler, disabled>"
-    for made in (guard, scaler):
-        for gradient in (1.0, INF, 50.0):
-            iteration(made, optimizer, parameter, gradient, skip_norm_above=10.0)
-    assert repr(guard) == "<StepGuard of 1 rank: SGD 1 step taken, 1 skipped, 1 norm skip>"
-    assert repr(scaler) == (
-        "<DistGradScaler of 1 rank at loss scale 4: SGD 1 step taken, 1 skipped, 1 norm skip>"
-    )
+
+
+@pytest.mark.parametrize(
+    ("make", "head"),
+    [
+        (StepGuard, "StepGuard of 1 rank"),
+        (cpu_scaler, "DistGradScaler of 1 rank at loss scale 512"),
+    ],
+)
+def test_a_repr_has_the_steps_that_the_host_has_read(make, head):
+    parameter, optimizer = sgd()
+    guard = make()
+    for gradient in (1.0, INF, 50.0):
+        iteration(guard, optimizer, parameter, gradient, skip_norm_above=10.0)
+    assert repr(guard) == f"<{head}: SGD 1 step taken, 1 skipped, 1 norm skip>"
+
+
+def default_group() -> None:
+    return None
+
+
+def group_of_this_rank() -> Any:
+    """Return a group of this rank alone; all ranks make both groups, because torch requires it."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    return groups[dist.get_rank()]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("given", ["default group", "a group", "a rank alone"])
-def test_a_repr_of_one_rank_sends_nothing(given):
-    """Rank 0 alone makes it, before the first message and after it."""
-    groups = {
-        "default group": lambda: None,
-        "a group": dist.new_group,
-        "a rank alone": lambda: [dist.new_group([rank]) for rank in range(2)][dist.get_rank()],
-    }
-    (parameter, optimizer), guard = sgd(), StepGuard(groups[given]())
-    size = "1 rank" if given == "a rank alone" else "2 ranks"
+@pytest.mark.parametrize(
+    ("make_group", "size"),
+    [
+        (default_group, "2 ranks"),
+        (dist.new_group, "2 ranks"),
+        (group_of_this_rank, "1 rank"),
+    ],
+)
+def test_a_repr_on_one_rank_sends_nothing(make_group, size):
+    """Only rank 0 calls repr, before the first message and after it."""
+    parameter, optimizer = sgd()
+    guard = StepGuard(make_group())
     if dist.get_rank() == 0:
         assert repr(guard) == f"<StepGuard of {size}>"
     iteration(guard, optimizer, parameter, 1.0)
@@ -54,7 +72,7 @@ def test_a_repr_of_one_rank_sends_nothing(given):
 
 
 def test_a_repr_does_not_read_a_loss_scale_on_a_device():
-    """A tensor on meta cannot be read, and stands for one that the host would wait for."""
+    """The host cannot read a tensor on meta, as it should not wait for a tensor on a device."""
     scaler = cpu_scaler()
     scaler._scale = torch.ones((), device="meta")
     assert repr(scaler) == "<DistGradScaler of 1 rank with its loss scale on meta>"
@@ -64,9 +82,9 @@ def test_a_repr_does_not_read_a_loss_scale_on_a_device():
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler, lambda: cpu_scaler(enabled=False)])
 def test_a_number_in_the_place_of_a_closure_is_refused_by_name(make, fused):
     """As in guard.step(optimizer, 0.5), which means max_norm=0.5."""
-    (parameter, optimizer), made = sgd(fused=fused), make()
-    backward(made, parameter, 1.0)
-    assert error_of(made.step, optimizer, 0.5) == (
+    (parameter, optimizer), guard = sgd(fused=fused), make()
+    backward(guard, parameter, 1.0)
+    assert error_of(guard.step, optimizer, 0.5) == (
         "TypeError",
         "step(optimizer, 0.5) passes 0.5 to SGD.step as its closure, and a closure must be a "
         "function. max_norm is a keyword: step(optimizer, max_norm=0.5).",
@@ -86,23 +104,25 @@ CLOSURE_OF_A_SCALER = (
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(StepGuard, CLOSURE_OF_A_GUARD), (cpu_scaler, CLOSURE_OF_A_SCALER)]
+    ("make", "expected"),
+    [(StepGuard, CLOSURE_OF_A_GUARD), (cpu_scaler, CLOSURE_OF_A_SCALER)],
+    ids=["guard", "scaler"],
 )
 def test_a_closure_is_refused_with_the_reason_and_the_way_out(make, expected):
     parameter, optimizer = sgd()
-    made = make()
-    backward(made, parameter, 1.0)
-    name, text = error_of(made.step, optimizer, lambda: 1.0)
+    guard = make()
+    backward(guard, parameter, 1.0)
+    name, text = error_of(guard.step, optimizer, lambda: 1.0)
     assert name == "CallOrderError"
     assert text == expected
 
 
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
 def test_a_second_step_is_refused_with_the_place_of_update(make):
-    (parameter, optimizer), made = sgd(), make()
-    backward(made, parameter, 1.0)
-    made.step(optimizer)
-    assert error_of(made.step, optimizer) == (
+    (parameter, optimizer), guard = sgd(), make()
+    backward(guard, parameter, 1.0)
+    guard.step(optimizer)
+    assert error_of(guard.step, optimizer) == (
         "CallOrderError",
         "step() has already been called since the last update(). Call update() once at the end of "
         "each iteration. After a step that raised, call zero_grad() and update().",
@@ -122,12 +142,12 @@ NO_NORM_OF_SGD = (
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
 def test_a_norm_that_was_never_measured_is_refused_with_the_calls_that_measure_one(make):
     parameter, optimizer = sgd()
-    made = make()
-    name, text = error_of(made.grad_norm)
+    guard = make()
+    name, text = error_of(guard.grad_norm)
     assert name == "CallOrderError"
     assert text == NO_NORM
-    iteration(made, optimizer, parameter, 1.0)
-    name, text = error_of(made.grad_norm, optimizer)
+    iteration(guard, optimizer, parameter, 1.0)
+    name, text = error_of(guard.grad_norm, optimizer)
     assert name == "CallOrderError"
     assert text == NO_NORM_OF_SGD
 
@@ -148,13 +168,15 @@ COLLAPSE_OF_A_SCALER = (
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(StepGuard, COLLAPSE_OF_A_GUARD), (cpu_scaler, COLLAPSE_OF_A_SCALER)]
+    ("make", "expected"),
+    [(StepGuard, COLLAPSE_OF_A_GUARD), (cpu_scaler, COLLAPSE_OF_A_SCALER)],
+    ids=["guard", "scaler"],
 )
 def test_the_limit_of_skips_in_a_row_is_raised_with_the_calls_that_find_the_cause(make, expected):
     parameter, optimizer = sgd()
-    made = make(max_consecutive_skips=2)
-    iteration(made, optimizer, parameter, INF)
-    name, text = error_of(iteration, made, optimizer, parameter, INF)
+    guard = make(max_consecutive_skips=2)
+    iteration(guard, optimizer, parameter, INF)
+    name, text = error_of(iteration, guard, optimizer, parameter, INF)
     assert name in ("NonFiniteGradientsError", "LossScaleCollapseError")
     assert text == expected
 
@@ -168,11 +190,11 @@ def test_a_limit_of_one_skip_is_written_in_the_singular():
 # -- log lines -------------------------------------------------------------------------------------
 
 
-def _log_of_a_skip(made: Any, optimizer: torch.optim.Optimizer, logger: str) -> str:
+def _log_of_a_skip(guard: Any, optimizer: torch.optim.Optimizer, logger: str) -> str:
     """Return the only line that a skip of the optimizer's first step logs."""
     parameter = optimizer.param_groups[0]["params"][0]
     with logged(logger) as lines:
-        iteration(made, optimizer, parameter, INF)
+        iteration(guard, optimizer, parameter, INF)
     assert len(lines) == 1
     return lines[0]
 
@@ -236,10 +258,10 @@ ABOVE_THE_LIMIT = (
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
 def test_a_skip_by_the_norm_is_logged_with_norm_and_limit(make, fused, world):
     parameter, optimizer = sgd(fused=fused)
-    made = make()
+    guard = make()
     with logged("distamp") as lines:
-        iteration(made, optimizer, parameter, 1.0, skip_norm_above=100)
-        iteration(made, optimizer, parameter, 812.0, skip_norm_above=100)
+        iteration(guard, optimizer, parameter, 1.0, skip_norm_above=100)
+        iteration(guard, optimizer, parameter, 812.0, skip_norm_above=100)
     if dist.get_rank() == 0:
         assert lines == [ABOVE_THE_LIMIT]
     else:
@@ -325,10 +347,10 @@ arguments. Optimizers are numbered in the order of their first step."""
 
 def _other_class(odd: bool) -> None:
     parameter, optimizer = sgd()
-    made: Any = StepGuard()
+    guard: Any = StepGuard()
     if odd:
-        made = cpu_scaler()
-    iteration(made, optimizer, parameter, 0.5)
+        guard = cpu_scaler()
+    iteration(guard, optimizer, parameter, 0.5)
 
 
 CLASS = """\
@@ -397,39 +419,38 @@ Every rank must make the same calls in the same order, with the same optimizers,
 arguments."""
 
 
-DIFFERENCES: dict[str, Callable[[bool], None]] = {
-    INTERVAL: _other_interval,
-    SCALE: _other_scale,
-    OPTIMIZER: _other_optimizer,
-    CLASS: _other_class,
-    MAX_NORM: _max_norm_on_one_rank,
-    ARGUMENTS: _several_arguments,
-    CLIP: _other_clip,
-    CALL: _other_call,
-}
+DIFFERENCES = [
+    pytest.param(_other_interval, INTERVAL, id="growth interval"),
+    pytest.param(_other_scale, SCALE, id="loss scale"),
+    pytest.param(_other_optimizer, OPTIMIZER, id="optimizer"),
+    pytest.param(_other_class, CLASS, id="class"),
+    pytest.param(_max_norm_on_one_rank, MAX_NORM, id="max_norm on one rank"),
+    pytest.param(_several_arguments, ARGUMENTS, id="several arguments"),
+    pytest.param(_other_clip, CLIP, id="clip"),
+    pytest.param(_other_call, CALL, id="call"),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("expected", DIFFERENCES)
-def test_ranks_that_differ_read_the_fields_that_differ_and_no_others(expected):
-    call = DIFFERENCES[expected]
+@pytest.mark.parametrize(("call", "expected"), DIFFERENCES)
+def test_ranks_that_differ_read_the_fields_that_differ_and_no_others(call, expected):
     name, text = error_of(call, dist.get_rank() == 1)
     assert name == "RankMismatchError"
     assert text == expected
 
 
 def _settings_fingerprint(number: int, odd: set[int]) -> list[tuple[int, dict[str, Any]]]:
-    """Return what ``number`` ranks compare, of which some have another interval."""
+    """Return the values that ranks compare; the odd ranks have another interval."""
     scaler = cpu_scaler(growth_interval=1000)
     scale = torch.tensor(1.0)
-    settings, begun, scaled = scaler._settings_fingerprint(scale)
+    settings, has_begun, is_scaled = scaler._settings_fingerprint(scale)
     scaler.set_growth_interval(2000)
     other_settings, _, _ = scaler._settings_fingerprint(scale)
     counters = _Counters(3, 0, None, None)
     compared = []
     for rank in range(number):
         text = other_settings if rank in odd else settings
-        call = CallFingerprint("step", ["SGD"], (0,), text, begun, scaled)
+        call = CallFingerprint("step", ["SGD"], (0,), text, has_begun, is_scaled)
         compared.append((rank, call.as_dict(counters)))
     return compared
 
@@ -461,7 +482,7 @@ def test_many_different_ranks_have_eight_lines_and_a_count_of_the_others():
 
 
 class WithALength(torch.optim.SGD):
-    """An optimizer whose step takes a number of its own."""
+    """An optimizer with a step that takes a number."""
 
     def step(self, length: float) -> None:  # type: ignore[override]
         """Multiply the parameters."""
@@ -472,18 +493,18 @@ class WithALength(torch.optim.SGD):
 
 @pytest.mark.parametrize("make", [StepGuard, cpu_scaler])
 def test_a_number_that_the_optimizers_own_step_takes_is_passed_on(make):
-    (parameter, _), made = sgd(3.0), make()
-    backward(made, parameter, 1.0)
-    made.step(WithALength([parameter], lr=1.0), 2.0)
+    (parameter, _), guard = sgd(3.0), make()
+    backward(guard, parameter, 1.0)
+    guard.step(WithALength([parameter], lr=1.0), 2.0)
     assert parameter.item() == 6.0
 
 
 def test_a_report_of_a_guard_names_no_loss_scale_and_one_of_a_scaler_does():
     titles = {}
-    for made in (StepGuard(), cpu_scaler(8.0)):
+    for guard in (StepGuard(), cpu_scaler(8.0)):
         parameter, optimizer = sgd()
-        iteration(made, optimizer, parameter, INF)
-        titles[type(made)] = str(made.nonfinite_report()).splitlines()[0]
+        iteration(guard, optimizer, parameter, INF)
+        titles[type(guard)] = str(guard.nonfinite_report()).splitlines()[0]
     assert titles[StepGuard] == "inf or NaN in the gradients"
     assert titles[DistGradScaler] == "inf or NaN in the gradients at loss scale 8"
 
@@ -492,8 +513,8 @@ def _fail() -> None:
     raise RuntimeError("Connection closed by peer")
 
 
-def _lost(owner: str | None) -> str:
-    """Return the error of rank 0 whose peers are gone."""
+def _text_about_lost_peers(owner: str | None) -> str:
+    """Return the error of a rank 0 that has lost its peers."""
     group: Any = MessageGroup(dist.group.WORLD, torch.device("cpu"), owner)
     group.global_rank = 0
     name, text = error_of(call_collective, group, _fail)
@@ -503,7 +524,7 @@ def _lost(owner: str | None) -> str:
 
 @on_ranks(2)
 def test_lost_peers_are_named_with_the_guard_that_sent():
-    assert _lost("guard") == (
+    assert _text_about_lost_peers("guard") == (
         "Rank 0 lost its peers. A rank died, or it did not make the same call of its guard within "
         "the group's timeout. If only some ranks train, make a group of those ranks and pass it as "
         "process_group=. (Connection closed by peer)"
@@ -512,7 +533,7 @@ def test_lost_peers_are_named_with_the_guard_that_sent():
 
 @on_ranks(2)
 def test_lost_peers_are_named_with_the_scaler_that_sent_and_may_be_disabled():
-    assert _lost("scaler") == (
+    assert _text_about_lost_peers("scaler") == (
         "Rank 0 lost its peers. A rank died, or it did not make the same call of its scaler within "
         "the group's timeout, or its scaler is disabled. If only some ranks train, make a group of "
         "those ranks and pass it as process_group=. (Connection closed by peer)"
@@ -521,7 +542,7 @@ def test_lost_peers_are_named_with_the_scaler_that_sent_and_may_be_disabled():
 
 @on_ranks(2)
 def test_lost_peers_of_a_call_without_a_guard_are_named_without_one():
-    assert _lost(None) == (
+    assert _text_about_lost_peers(None) == (
         "Rank 0 lost its peers. A rank died, or it did not make the same call within the group's "
         "timeout. If only some ranks train, make a group of those ranks and pass it as "
         "process_group=. (Connection closed by peer)"
@@ -532,9 +553,9 @@ def test_lost_peers_of_a_call_without_a_guard_are_named_without_one():
 @pytest.mark.parametrize(("make", "noun"), [(StepGuard, "guard"), (cpu_scaler, "scaler")])
 def test_a_group_lost_in_a_pickle_is_named_with_the_object_that_had_it(make, noun):
     pickled = pickle.dumps(make(process_group=dist.new_group([0, 1])))
-    (parameter, optimizer), made = sgd(), pickle.loads(pickled)
-    backward(made, parameter, 1.0)
-    assert error_of(made.step, optimizer) == (
+    (parameter, optimizer), guard = sgd(), pickle.loads(pickled)
+    backward(guard, parameter, 1.0)
+    assert error_of(guard.step, optimizer) == (
         "CallOrderError",
         f"The process group of this {noun} was left out of a pickle, because torch cannot pickle "
         f"one. Set {noun}.process_group to a group (None is the default group).",
@@ -545,10 +566,10 @@ def test_a_group_lost_in_a_pickle_is_named_with_the_object_that_had_it(make, nou
 @pytest.mark.parametrize(("make", "noun"), [(StepGuard, "guard"), (cpu_scaler, "scaler")])
 def test_a_destroyed_group_is_named_with_the_object_that_had_it(make, noun):
     group = dist.new_group([0, 1])
-    (parameter, optimizer), made = sgd(), make(process_group=group)
+    (parameter, optimizer), guard = sgd(), make(process_group=group)
     dist.destroy_process_group(group)
-    backward(made, parameter, 1.0)
-    _, text = error_of(made.step, optimizer)
+    backward(guard, parameter, 1.0)
+    _, text = error_of(guard.step, optimizer)
     assert text.startswith(
         f"The process group of this {noun} was destroyed. Set {noun}.process_group to the new group"
     )

@@ -293,7 +293,7 @@ def test_parameters_with_other_shapes_are_refused_with_the_declaration_to_add():
         iteration(guard, model, optimizer)
 
 
-# -- when, and what happens then -------------------------------------------------------------------
+# -- the time of a check, and its consequence ------------------------------------------------------
 
 
 @on_ranks(2)

@@ -212,7 +212,7 @@ def test_after_an_earlier_message_the_request_has_one_of_its_own(call):
 
 @on_ranks(2)
 def test_after_unscale_a_rank_without_the_argument_is_an_error_on_every_rank():
-    model = Net()  # Without collectives of DDP, in which the other rank would wait.
+    model = Net()  # Without the collectives of DDP, because rank 1 would wait in them.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = StepGuard()
     request_ = {"skip_if": False} if dist.get_rank() == 1 else {}

@@ -77,7 +77,24 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+#: The quick part has a similar program for every one of these.
+SLOW_PROGRAMS = (
+    *("FSDP1", "FSDP2", "FSDP2 offload", "HSDP", "FSDP2 x TP", "TP", "ZeRO fused"),
+    *("fp16-O2", "bf16-O2", "bf16-O2 FSDP2", "int8 hook of FSDP2", "frozen layer"),
+    *("gradients that FSDP2 has not reduced", "gathered weights", "gathered flat weights"),
+)
+
+
+def named_programs() -> list[Any]:
+    """Return the names of all programs, with a mark on the slow ones."""
+    params: list[Any] = []
+    for name in PROGRAMS:
+        marks = [pytest.mark.slow] if name in SLOW_PROGRAMS else []
+        params.append(pytest.param(name, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize("name", named_programs())
 def test_a_run_that_went_back_is_bit_identical(ranks, name):
     """To a run without snapshots that makes the same iterations from the start."""
     program = PROGRAMS[name]
@@ -718,8 +735,15 @@ def on_device_guard(optimizer: torch.optim.Optimizer, kind: str) -> Any:
 
 
 @on_devices(2)
-@pytest.mark.parametrize("kind", ["guard", "scaler"])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [
+        pytest.param("guard", True, id="guard and fused step"),
+        pytest.param("scaler", False, id="scaler and foreach step"),
+        pytest.param("guard", False, id="guard and foreach step", marks=pytest.mark.slow),
+        pytest.param("scaler", True, id="scaler and fused step", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_a_device_that_went_back_is_bit_identical(kind, fused):
     """Late reads of the device belong to the snapshot, or to the iterations that are taken back."""
 

@@ -26,16 +26,21 @@ from tests.guard.test_replicas import flip
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.01, "momentum": 0.9},
-    "AdamW": {"lr": 0.01, "foreach": False},
-    "AdamW foreach": {"lr": 0.01, "foreach": True},
-    "AdamW fused": {"lr": 0.01, "fused": True},
+Settings = dict[str, Any]
+
+#: Each optimizer with its settings; all but "SGD" are AdamW.
+OPTIMIZERS: dict[str, Settings] = {
+    "SGD": {"momentum": 0.9},
+    "AdamW": {"foreach": False},
+    "AdamW foreach": {"foreach": True},
+    "AdamW fused": {"fused": True},
 }
+NORMS: list[Settings] = [{}, {"max_norm": 0.1}]
 #: Each layout with its number of ranks.
 REPLICATED = {"DDP": 4, "DDP of two": 2, "HSDP": 4, "TP": 2, "ZeRO": 3}
 SHARDED = {"FSDP1": 2, "FSDP2": 2, "FSDP2 x TP": 4}
-LEVELS = ("guard", "scaler", "bf16-O2", "bf16-O2 split")
+FLOAT32_LEVELS = ("guard", "scaler")
+LEVELS = (*FLOAT32_LEVELS, "bf16-O2", "bf16-O2 split")
 FLIPS, UPDATES = 50, 10
 
 
@@ -59,10 +64,15 @@ class Session:
 
     def iteration(self, **step: Any) -> None:
         self.optimizer.zero_grad()
-        loss = self.forward(torch.randn(4, 8)).float().square().mean()
+        output = self.forward(torch.randn(4, 8))
+        loss = output.float().square().mean()
         self.guard.scale(loss).backward()
         self.guard.step(self.optimizer, **step)
         self.guard.update()
+
+    def local_weights(self) -> list[Tensor]:
+        """Return copies of this rank's parts of the weights."""
+        return [to_local(param.detach()).clone() for param in self.model.parameters()]
 
     def call_spoil(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.spoil is not None:
@@ -85,7 +95,7 @@ def session(layout: str, optimizer_name: str, level: str, **settings: Any) -> Se
     wrapper = {"DDP of two": "DDP", "ZeRO": "DDP"}.get(layout, layout)
     model = wrapped(model, wrapper, None, "")
     optimizer_type = torch.optim.SGD if optimizer_name == "SGD" else torch.optim.AdamW
-    options = OPTIMIZERS[optimizer_name]
+    options = {"lr": 0.01, **OPTIMIZERS[optimizer_name]}
     if layout == "ZeRO":
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_type, **options)
         optimizer.optim.register_step_post_hook(after_step)
@@ -105,49 +115,83 @@ def session(layout: str, optimizer_name: str, level: str, **settings: Any) -> Se
     return sessions["session"]
 
 
-def draw(layouts: dict[str, int], size: int, seed: int) -> tuple[random.Random, str, str, str]:
-    """Return a generator that is equal on all ranks, and a layout, optimizer and level."""
+@dataclass
+class Cell:
+    """A combination that is drawn at random, equal on all ranks.
+
+    Attributes:
+        generator: A generator for more draws, equal on all ranks.
+        layout: A key of `REPLICATED` or `SHARDED`.
+        optimizer: A key of `OPTIMIZERS`.
+        level: One of `LEVELS`.
+        title: The text of the combination for messages of assertions.
+    """
+
+    generator: random.Random
+    layout: str
+    optimizer: str
+    level: str
+    title: str
+
+    def start(self, **settings: Any) -> Session:
+        """Return a new model, an optimizer and a guard with these settings."""
+        return session(self.layout, self.optimizer, self.level, **settings)
+
+
+def draw(layouts: dict[str, int], size: int, seed: int) -> Cell:
+    """Draw a combination for a number of ranks."""
     generator = random.Random(seed)
-    layout = generator.choice([name for name, ranks in layouts.items() if ranks == size])
-    optimizer_name = generator.choice(list(OPTIMIZERS))
-    plain_only = layout in ("ZeRO", "FSDP1", "FSDP2 x TP", "TP")
-    level = generator.choice(LEVELS[:2] if plain_only else LEVELS)
-    return generator, layout, optimizer_name, level
+    candidates = [name for name, ranks in layouts.items() if ranks == size]
+    layout = generator.choice(candidates)
+    optimizer = generator.choice(list(OPTIMIZERS))
+    is_float32 = layout in ("ZeRO", "FSDP1", "FSDP2 x TP", "TP")
+    level = generator.choice(FLOAT32_LEVELS if is_float32 else LEVELS)
+    title = f"seed {seed}: {layout}, {optimizer}, {level}"
+    return Cell(generator, layout, optimizer, level, title)
 
 
 # -- flipped bits ----------------------------------------------------------------------------------
 
 
+def compared_tensors(guard: Any) -> dict[str, Tensor]:
+    """Return the tensors that a guard compares between replicas, by name."""
+    tensors: dict[str, Tensor] = {}
+    for replica_set in guard._replica_check._sets.values():
+        for entry in replica_set.tensors:
+            if isinstance(entry.value, Tensor) and entry.value.numel():
+                tensors[entry.name] = entry.value
+    return tensors
+
+
 def flips(size: int, seed: int, count: int) -> None:
     """Flip single bits of replicated tensors, each in one rank; every one must be noticed."""
-    generator, layout, optimizer_name, level = draw(REPLICATED, size, seed)
-    cell = f"seed {seed}: {layout}, {optimizer_name}, {level}"
-    training = session(layout, optimizer_name, level, check_replicas_every=1)
-    norms: list[dict[str, Any]] = [{}, {"max_norm": 0.1}]
+    cell = draw(REPLICATED, size, seed)
+    generator = cell.generator
+    training = cell.start(check_replicas_every=1)
     for _ in range(3):
-        training.iteration(**generator.choice(norms))
+        training.iteration(**generator.choice(NORMS))
+    # A rank can only be named if the other ranks are the majority.
+    names_the_rank = size >= 3 and cell.layout != "HSDP"
     for _ in range(count):
-        tensors = {}
-        for replica_set in training.guard._replica_check._sets.values():
-            for tensor in replica_set.tensors:
-                if isinstance(tensor.value, Tensor) and tensor.value.numel():
-                    tensors[tensor.name] = tensor.value
+        tensors = compared_tensors(training.guard)
         name = generator.choice(sorted(tensors))
         rank = generator.randrange(size)
         element, bit = generator.random(), generator.random()
-        value = tensors[name]
-        place = int(element * value.numel()), int(bit * 8 * value.itemsize)
+        tensor = tensors[name]
+        place = int(element * tensor.numel()), int(bit * 8 * tensor.itemsize)
         if dist.get_rank() == rank:
-            flip(value, *place)
+            flip(tensor, *place)
         with pytest.raises(ReplicaMismatchError) as raised:
-            training.iteration(**generator.choice(norms))
+            training.iteration(**generator.choice(NORMS))
         if dist.get_rank() == rank:
-            flip(value, *place)
+            flip(tensor, *place)
         text = str(raised.value)
-        assert f"  {name}: " in text, f"{cell}: {name} on rank {rank}, and the error is {text}"
-        assert f"differ in 1 of {value.numel()} element" in text or f"rank {rank} differs" in text
-        if size >= 3 and layout != "HSDP":
-            assert f"{name}: rank {rank} differs from the other ranks" in text, f"{cell}: {text}"
+        message = f"{cell.title}: {name} on rank {rank}, and the error is {text}"
+        assert f"  {name}: " in text, message
+        is_counted = f"differ in 1 of {tensor.numel()} element" in text
+        assert is_counted or f"rank {rank} differs" in text, message
+        if names_the_rank:
+            assert f"{name}: rank {rank} differs from the other ranks" in text, message
         training.guard.update()
         training.iteration()
 
@@ -171,16 +215,20 @@ def test_every_flipped_bit_is_noticed(size, part):
 
 def clean_run(size: int, seed: int, steps: int) -> None:
     """Train with both checks, accumulation and skips; nothing may be accused."""
-    generator, layout, optimizer_name, level = draw({**REPLICATED, **SHARDED}, size, seed)
-    training = session(layout, optimizer_name, level, check_replicas_every=1, check_update=True)
+    cell = draw({**REPLICATED, **SHARDED}, size, seed)
+    generator = cell.generator
+    training = cell.start(check_replicas_every=1, check_update=True)
+    is_second_rank = dist.get_rank() == 1
+    arguments: list[Settings] = [{}, {"skip_if": is_second_rank}, {"max_norm": 0.1}]
     for _ in range(steps):
         if generator.random() < 0.2:
             with torch.no_grad():
                 training.forward(torch.randn(4, 8))
-        requests = generator.choice([{}, {"skip_if": dist.get_rank() == 1}, {"max_norm": 0.1}])
+        step_arguments = generator.choice(arguments)
         if generator.random() < 0.2:
-            training.forward(torch.randn(4, 8)).float().square().mean().backward()
-        training.iteration(**requests)
+            output = training.forward(torch.randn(4, 8))
+            output.float().square().mean().backward()
+        training.iteration(**step_arguments)
     training.guard.check_weights()
     training.guard.check_replicas()
 
@@ -202,54 +250,73 @@ def test_no_clean_run_is_accused(size, part):
 # -- updates that are not finite -------------------------------------------------------------------
 
 
+class BadUpdate:
+    """A value that one rank writes into one of its weights after a step.
+
+    Args:
+        training: The training.
+        rank: The rank.
+        value: The value.
+        generator: Draws the weight and its element.
+    """
+
+    def __init__(
+        self, training: Session, rank: int, value: float, generator: random.Random
+    ) -> None:
+        self.training = training
+        self.rank = rank
+        self.value = value
+        self.weight_choice = generator.random()
+        self.element_choice = generator.random()
+        #: The name of the weight, on the rank that has written it.
+        self.name: str | None = None
+
+    @torch.no_grad()
+    def write(self, optimizer: torch.optim.Optimizer) -> None:
+        if dist.get_rank() != self.rank:
+            return
+        pairs = view_of(self.training.optimizer).param_pairs()
+        pairs = [pair for pair in pairs if to_local(pair[1]).numel()]
+        param, stepped_param = pairs[int(self.weight_choice * len(pairs))]
+        local = to_local(stepped_param).view(-1)
+        local[int(self.element_choice * local.numel())] = self.value
+        for name, model_param in self.training.model.named_parameters():
+            if model_param is param:
+                self.name = name
+
+    def gather_name(self) -> str:
+        """Return the name of the weight on all ranks. Every rank must call this."""
+        names: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, self.name)
+        name = names[self.rank]
+        assert name is not None
+        return name
+
+
 def bad_updates(size: int, seed: int, count: int) -> None:
     """Let single steps write inf or NaN on one rank; each must be named before the next step."""
-    generator, layout, optimizer_name, level = draw({**REPLICATED, **SHARDED}, size, seed)
-    cell = f"seed {seed}: {layout}, {optimizer_name}, {level}"
+    cell = draw({**REPLICATED, **SHARDED}, size, seed)
+    generator = cell.generator
     for _ in range(count):
-        training = session(layout, optimizer_name, level, check_update=True)
-        rank, value = generator.randrange(size), generator.choice([float("inf"), float("nan")])
+        training = cell.start(check_update=True)
+        rank = generator.randrange(size)
+        value = generator.choice([float("inf"), float("nan")])
         for _ in range(generator.randrange(1, 4)):
             training.iteration()
-        names = {id(param): name for name, param in training.model.named_parameters()}
-        choice, place = generator.random(), generator.random()
-        bad_names: list[str] = []
-
-        def spoil(
-            optimizer: Any,
-            rank: int = rank,
-            choice: float = choice,
-            place: float = place,
-            value: float = value,
-            training: Session = training,
-            names: dict[int, str] = names,
-            bad_names: list[str] = bad_names,
-        ) -> None:
-            if dist.get_rank() != rank:
-                return
-            pairs = view_of(training.optimizer).param_pairs()
-            pairs = [pair for pair in pairs if to_local(pair[1]).numel()]
-            param, stepped = pairs[int(choice * len(pairs))]
-            with torch.no_grad():
-                local = to_local(stepped).view(-1)
-                local[int(place * local.numel())] = value
-            bad_names.append(names[id(param)])
-
-        training.spoil = spoil
+        update = BadUpdate(training, rank, value, generator)
+        training.spoil = update.write
         training.iteration()
         training.spoil = None
-        expected = [None] * size
-        dist.all_gather_object(expected, bad_names)
-        name = expected[rank][0]
-        weights = [to_local(p.detach()).clone() for p in training.model.parameters()]
+        name = update.gather_name()
+        weights_before = training.local_weights()
         with pytest.raises(NonFiniteWeightsError) as raised:
             training.iteration()
         text = str(raised.value)
-        assert name in text, f"{cell}: {name} on rank {rank}, and the error is {text}"
-        if layout != "ZeRO":  # ZeRO has sent the weight to all ranks.
-            assert f"{name} (rank {rank})" in text, f"{cell}: {text}"
-        for now, earlier in zip(training.model.parameters(), weights, strict=True):
-            assert torch.equal(to_local(now.detach()).nan_to_num(7.0), earlier.nan_to_num(7.0))
+        assert name in text, f"{cell.title}: {name} on rank {rank}, and the error is {text}"
+        if cell.layout != "ZeRO":  # ZeRO has sent the weight to all ranks.
+            assert f"{name} (rank {rank})" in text, f"{cell.title}: {text}"
+        for weight, weight_before in zip(training.local_weights(), weights_before, strict=True):
+            assert torch.equal(weight.nan_to_num(7.0), weight_before.nan_to_num(7.0))
 
 
 @on_ranks("size")
