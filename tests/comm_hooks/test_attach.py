@@ -1,9 +1,8 @@
-"""A scaler attached to a hook: the same skips as without; and what rounding took comes back."""
+"""A scaler attached to a hook: the skips stay the same, and rounding errors are fed back."""
 
-import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,127 +13,222 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, comm_hooks
-from tests.comm_hooks.training import Given, agreed, inputs, mlp, relative, wrapped
+from tests.comm_hooks.training import PrescribedGradients, agreed, inputs, mlp, relative, wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 from tests.scaler.steps import through_a_file
 
 WIDTHS = (17, 40, 30, 3)
 
+# -- skips -----------------------------------------------------------------------------------------
 
-def _train(
-    layout: str,
-    wire: str,
+
+class Fault(NamedTuple):
+    """A value in the first element of a parameter's gradient, on one rank in the third step."""
+
+    value: float
+    rank: int
+    param: int
+
+
+class Run(NamedTuple):
+    """Five steps: the optimizers that stepped, the loss scale after each step, the weights."""
+
+    taken: list[list[bool]]
+    scales: list[float]
+    weights: Tensor
+
+
+def _make_optimizers(params: list[nn.Parameter], layout: str) -> list[torch.optim.Optimizer]:
+    if layout == "two optimizers":
+        return [torch.optim.Adam(params[:3], 1e-3), torch.optim.Adam(params[3:], 1e-3)]
+    if layout == "fused":
+        return [torch.optim.Adam(params, 1e-3, fused=True)]
+    return [torch.optim.Adam(params, 1e-3)]
+
+
+def _backward(model: Any, scaler: DistGradScaler, step: int, layout: str) -> None:
+    """Backpropagate the batch of a step, and another one before it if a layout accumulates."""
+    if layout == "accumulate":
+        with model.no_sync():
+            loss = model(inputs(step, WIDTHS[0])).square().mean()
+            scaler.scale(loss).backward()
+        step += 100
+    loss = model(inputs(step, WIDTHS[0])).square().mean()
+    scaler.scale(loss).backward()
+
+
+def train(
+    format: str,
+    layout: str = "plain",
     attach: bool = True,
-    fault: tuple[float, int, int] = (0.0, -1, 0),
+    fault: Fault | None = None,
     scale: float = 1024.0,
-) -> tuple[list[Any], Tensor]:
-    """What each step did, and the parameters; in the third a gradient of a rank may be spoilt."""
-    group, rank = None, dist.get_rank()
+) -> Run:
+    """Train DDP with a hook, which the scaler knows if ``attach``."""
+    group = None
     if layout == "two groups":
-        group = [subgroup([0, 1]), subgroup([2, 3])][rank // 2]
+        groups = [subgroup([0, 1]), subgroup([2, 3])]
+        group = groups[dist.get_rank() // 2]
     model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, process_group=group)
-    state = comm_hooks.register_comm_hook(model, wire)
+    hook = comm_hooks.register_comm_hook(model, format)
     scaler = DistGradScaler("cpu", init_scale=scale, growth_interval=2, process_group=group)
     if attach:
-        scaler.attach_comm_hook(state)
-    parameters = list(model.parameters())
-    halves = [parameters[:3], parameters[3:]] if layout == "two optimizers" else [parameters]
-    optimizers = [torch.optim.Adam(half, 1e-3, fused=layout == "fused") for half in halves]
-    did, step = [], 0
-    value, spoilt, place = fault
+        scaler.attach_comm_hook(hook)
+    params = list(model.parameters())
+    optimizers = _make_optimizers(params, layout)
+    run = Run([], [], torch.empty(0))
 
-    def spoil(gradient: Tensor) -> Tensor:
-        first = torch.tensor([0] if (step, rank) == (2, spoilt) else [], dtype=torch.int64)
-        return gradient.flatten().index_fill(0, first, value).view_as(gradient)
+    def spoil(grad: Tensor) -> Tensor:
+        if step == 2 and dist.get_rank() == fault.rank:
+            grad = grad.clone()
+            grad.view(-1)[0] = fault.value
+        return grad
 
-    parameters[place].register_hook(spoil)
+    if fault is not None:
+        params[fault.param].register_hook(spoil)
     for step in range(5):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for last in [False, True] if layout == "accumulate" else [True]:
-            with contextlib.nullcontext() if last else model.no_sync():
-                loss = model(inputs(step + 100 * last, WIDTHS[0])).square().mean()
-                scaler.scale(loss).backward()
+        model.zero_grad()
+        _backward(model, scaler, step, layout)
         if layout == "clip":
             scaler.clip_grad_norm_(optimizers[0], 0.1)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        did.append((*(scaler.step_was_taken(o) for o in optimizers), scaler.get_scale()))
-    return did, torch.cat([p.detach().flatten() for p in parameters])
+        run.taken.append([scaler.step_was_taken(optimizer) for optimizer in optimizers])
+        run.scales.append(scaler.get_scale())
+    weights = nn.utils.parameters_to_vector(params).detach()
+    return run._replace(weights=weights)
 
 
-LAYOUTS = ["plain", "fused", "accumulate", "clip", "two optimizers", "two groups"]
+def check_skips(format: str, layout: str, fault: Fault) -> tuple[Run, Run]:
+    """Check that a hook changes no skip, and return the runs with and without attachment."""
+    run = train(format, layout, attach=True, fault=fault)
+    alone = train(format, layout, attach=False, fault=fault)
+    assert run.taken == alone.taken
+    assert run.scales == alone.scales
+    has_fault = True
+    if layout == "two groups":
+        has_fault = dist.get_rank() // 2 == fault.rank // 2
+    all_taken = [all(taken) for taken in run.taken]
+    assert all_taken == [True, True, not has_fault, True, True]
+    assert run.weights.isfinite().all()
+    return run, alone
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("layout", "wire"),
-    [*((each, "fp16") for each in LAYOUTS), *((x, "int8") for x in LAYOUTS[::3])],
+    "layout", ["plain", "fused", "accumulate", "clip", "two optimizers", "two groups"]
 )
-def test_the_same_steps_are_skipped(layout, wire):
-    value, spoilt, place = (math.inf, 3, 1) if wire == "fp16" else (math.nan, 0, 5)
-    (did, mine), (alone, other) = (
-        _train(layout, wire, how, (value, spoilt, place)) for how in (True, False)
-    )
-    assert did == alone
-    spared = layout == "two groups" and dist.get_rank() // 2 != spoilt // 2
-    assert [all(taken) for *taken, _ in did] == [True, True, spared, True, True]
-    assert mine.isfinite().all()
-    # A hook that hears of skips and scales feeds other errors back than one that does not.
-    assert wire == "int8" or torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+def test_a_hook_in_fp16_skips_the_same_steps_and_trains_the_same(layout):
+    fault = Fault(math.inf, rank=3, param=1)
+    run, alone = check_skips("fp16", layout, fault)
+    torch.testing.assert_close(run.weights, alone.weights, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["plain", "clip"])
+def test_a_hook_in_int8_skips_the_same_steps(layout):
+    """Only an attached hook drops the error of a skipped step, so the weights may differ."""
+    fault = Fault(math.nan, rank=0, param=5)
+    check_skips("int8", layout, fault)
 
 
 @on_ranks(2)
 def test_the_loss_scale_does_not_matter():
-    (_, one), (_, other) = (_train("plain", "int8", scale=scale) for scale in (1.0, 2.0**24))
-    assert torch.equal(one, other)
-    assert agreed(one)
+    weights = train("int8", scale=1.0).weights
+    assert torch.equal(weights, train("int8", scale=2.0**24).weights)
+    assert agreed(weights)
 
 
 # -- uneven inputs ---------------------------------------------------------------------------------
 
+# Epochs begin at these numbers. After each, there is one step with inputs on all ranks.
+EPOCHS = (0, 10)
 
-def _uneven(wire: str | None, counts: Sequence[int], bad: int | None) -> Tensor:
-    """Parameters after two epochs of uneven inputs, of which a step may skip, and a plain step.
 
-    Without a hook it is torch's DDP, and ranks that have no more inputs have a loss of zero.
-    """
-    # DDP orders buckets by rank 0's first gradients, unless it looks for unused parameters.
-    settings = {"find_unused_parameters": counts[0] == 0}
-    model = DistributedDataParallel(mlp(*WIDTHS), bucket_cap_mb=0.002, **settings)
-    scaler = DistGradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=wire is not None)
-    if wire is not None:
-        scaler.attach_comm_hook(comm_hooks.register_comm_hook(model, wire))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    mine = counts[dist.get_rank()]
-
-    def step(number: int, skips: bool, factor: float = 1.0) -> None:
-        sgd.zero_grad()
-        loss = model(inputs(number, WIDTHS[0])).square().mean() * factor
-        scaler.scale(loss * (math.inf if skips and wire else 1.0)).backward()
-        if wire or not skips:
-            scaler.step(sgd)
-        scaler.update()
-
-    for first in (0, 10):
-        with Join([model, scaler], enable=wire is not None):
-            for number in range(mine if wire else max(counts)):
-                step(first + number, number == bad, float(number < mine))
-        step(1000 + first, False)
+def vector(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@on_ranks("size")
-@pytest.mark.parametrize("bad", [None, 3], ids=["", "overflow"])
-@pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
-@pytest.mark.parametrize(("size", "counts"), [(2, (0, 4)), (4, (3, 0, 5, 1))])
-def test_epochs_of_uneven_inputs_and_plain_steps_after_them(size, counts, wire, bound, bad):
-    start = nn.utils.parameters_to_vector(mlp(*WIDTHS).parameters()).detach()
-    mine, true = _uneven(wire, counts, bad), _uneven(None, counts, bad)
-    assert relative(mine - start, true - start) < bound
-    assert agreed(mine)
+def wrap_for_uneven_inputs(counts: Sequence[int]) -> Any:
+    # DDP orders buckets by rank 0's first gradients, unless it looks for unused parameters.
+    return DistributedDataParallel(
+        mlp(*WIDTHS), bucket_cap_mb=0.002, find_unused_parameters=counts[0] == 0
+    )
+
+
+def train_uneven(format: str, counts: Sequence[int], overflow: int | None) -> Tensor:
+    """Train with a hook, a scaler and torch's Join, and return the weights.
+
+    Args:
+        format: The hook's format.
+        counts: The number of inputs of each rank in an epoch.
+        overflow: The number of the input with an infinite loss.
+    """
+    model = wrap_for_uneven_inputs(counts)
+    scaler = DistGradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler.attach_comm_hook(comm_hooks.register_comm_hook(model, format))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int, factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        loss = model(inputs(number, WIDTHS[0])).square().mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for epoch in EPOCHS:
+        with Join([model, scaler]):
+            for number in range(counts[dist.get_rank()]):
+                step(epoch + number, math.inf if number == overflow else 1.0)
+        step(1000 + epoch)
+    return vector(model)
+
+
+def train_with_zero_losses(counts: Sequence[int], overflow: int | None) -> Tensor:
+    """Train torch's DDP, in which a rank without inputs has a loss of zero."""
+    model = wrap_for_uneven_inputs(counts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int, factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        loss = model(inputs(number, WIDTHS[0])).square().mean() * factor
+        loss.backward()
+        optimizer.step()
+
+    for epoch in EPOCHS:
+        for number in range(max(counts)):
+            if number != overflow:
+                step(epoch + number, float(number < counts[dist.get_rank()]))
+        step(1000 + epoch)
+    return vector(model)
+
+
+OVERFLOWS = pytest.mark.parametrize("overflow", [None, 3], ids=["no overflow", "overflow"])
+FORMATS = pytest.mark.parametrize(("format", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
+
+
+def check_uneven_epochs(counts: Sequence[int], format: str, bound: float, overflow: Any) -> None:
+    start = vector(mlp(*WIDTHS))
+    weights = train_uneven(format, counts, overflow)
+    exact = train_with_zero_losses(counts, overflow)
+    assert relative(weights - start, exact - start) < bound
+    assert agreed(weights)
+
+
+@on_ranks(2)
+@OVERFLOWS
+@FORMATS
+def test_epochs_in_which_a_rank_has_no_inputs_and_plain_steps_after_them(format, bound, overflow):
+    check_uneven_epochs((0, 4), format, bound, overflow)
+
+
+@on_ranks(4)
+@OVERFLOWS
+@FORMATS
+def test_epochs_of_uneven_inputs_and_plain_steps_after_them(format, bound, overflow):
+    check_uneven_epochs((3, 0, 5, 1), format, bound, overflow)
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -147,165 +241,248 @@ def test_power_sgd_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("state", [None, "fp16", object()], ids=lambda s: type(s).__name__)
-def test_what_is_no_hook_is_refused(state):
+def test_an_object_that_is_no_hook_is_refused(state):
     with pytest.raises(TypeError, match=r"attach_comm_hook\(\) takes what"):
         DistGradScaler("cpu").attach_comm_hook(state)
 
 
-# -- what rounding took comes back -----------------------------------------------------------------
+# -- error feedback --------------------------------------------------------------------------------
 
 LARGE = (19, 60, 41, 3)
 
 
 @on_ranks("size")
-@pytest.mark.parametrize("every", [0, 3])
+@pytest.mark.parametrize("interval", [0, 3])
 @pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
-def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, every):
-    """``b`` is right in float64, though every so many steps ``a``, in the same bucket, skips."""
-    model = DistributedDataParallel(Given(numel, numel))
-    state = comm_hooks.register_comm_hook(model, "int8")
+def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, interval):
+    """Parameter ``b`` stays right, although ``a``, in the same bucket, skips at an interval."""
+    model = DistributedDataParallel(PrescribedGradients(numel, numel))
+    hook = comm_hooks.register_comm_hook(model, "int8")
     scaler = DistGradScaler("cpu", init_scale=2.0**10, backoff_factor=0.5)
-    scaler.attach_comm_hook(state)
-    a, b = (torch.optim.SGD([p], lr=1.0) for p in model.module.parts)
-    true = torch.zeros(numel, dtype=torch.float64)
+    scaler.attach_comm_hook(hook)
+    a, b = model.module.parts
+    optimizer_a = torch.optim.SGD([a], lr=1.0)
+    optimizer_b = torch.optim.SGD([b], lr=1.0)
+    has_fault = interval > 0 and dist.get_rank() == 0
+    exact = torch.zeros(numel, dtype=torch.float64)
     for step in range(12):
         model.zero_grad()
-        bad = every > 0 and step % every == every - 1
-        x = inputs(step, numel, rows=1)[0]
-        factor = math.inf if bad and dist.get_rank() == 0 else 1.0
-        scaler.scale(model([x * factor, x])).backward()
-        scaler.step(a)
-        scaler.step(b)
-        assert (scaler.step_was_taken(a), scaler.step_was_taken(b)) == (not bad, True)
-        (residuals,) = state.state_dict()["residuals"].values()
-        assert bool(residuals[1].any()) != bad
+        skips = interval > 0 and step % interval == interval - 1
+        grad = inputs(step, numel, rows=1)[0]
+        grad_of_a = grad * math.inf if skips and has_fault else grad
+        loss = model([grad_of_a, grad])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer_a)
+        scaler.step(optimizer_b)
+        assert scaler.step_was_taken(optimizer_a) is not skips
+        assert scaler.step_was_taken(optimizer_b)
+        (residuals,) = hook.state_dict()["residuals"].values()
+        residual_of_b = residuals[1]
+        assert bool(residual_of_b.any()) is not skips
         scaler.update()
-        everyone = x.double()
-        dist.all_reduce(everyone)
-        true -= everyone / size
-    assert relative(model.module.parts[1].detach(), true) < 0.05
+        total = grad.double()
+        dist.all_reduce(total)
+        exact -= total / size
+    assert relative(b.detach(), exact) < 0.05
+
+
+class LinearRun:
+    """A large linear layer under DDP with an int8 hook, and a scaler."""
+
+    def __init__(self, ranks_per_host: int) -> None:
+        self.model = DistributedDataParallel(nn.Linear(5000, 1, bias=False))
+        self.hook = comm_hooks.register_comm_hook(self.model, "int8", ranks_per_host=ranks_per_host)
+        self.scaler = DistGradScaler("cpu", init_scale=2.0**17)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    def error_of_step(self, step: int) -> float:
+        """Take a step, and return the error of its gradient; the second one has inf and NaN."""
+        self.optimizer.zero_grad()
+        rank = dist.get_rank()
+        grad = inputs(step, 5000, rows=1)
+        exact = grad[0].clone()
+        dist.all_reduce(exact)
+        if step == 1:
+            grad[0, 10 + 1000 * rank] = math.nan if rank % 2 else math.inf
+        loss = self.model(grad).sum()
+        self.scaler.scale(loss).backward()
+        mean = self.model.module.weight.grad[0] / self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        assert self.scaler.step_was_taken(self.optimizer) == (step != 1)
+        self.scaler.update()
+        return relative(mean * dist.get_world_size(), exact)
+
+
+def check_errors(errors: list[float], bound: float) -> None:
+    assert not math.isfinite(errors[1])
+    assert max(errors[2:]) < bound
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-@pytest.mark.parametrize("what", ["attached", "never attached", "detached"])
-def test_after_inf_and_nan_all_steps_are_finite_and_right(what, ranks_per_host):
-    """Of twelve means; in the second some ranks have inf and NaN."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(nn.Linear(5000, 1, bias=False))
-    state = comm_hooks.register_comm_hook(model, "int8", ranks_per_host=ranks_per_host)
-    scaler = DistGradScaler("cpu", init_scale=2.0**17)
-    if what != "never attached":
-        scaler.attach_comm_hook(state)
-    sgd, found = torch.optim.SGD(model.parameters(), lr=0.0), []
-    for step in range(12):
-        sgd.zero_grad()
-        if step == 4 and what == "detached":
-            scaler.detach_comm_hook(state)
-        x = inputs(step, 5000, rows=1)
-        true = x[0].clone()
-        dist.all_reduce(true)
-        if step == 1:
-            x[0, 10 + 1000 * rank] = (math.inf, math.nan)[rank % 2]
-        scaler.scale(model(x).sum()).backward()
-        mean = model.module.weight.grad[0] / scaler.get_scale()
-        found.append(relative(mean * size, true))
-        scaler.step(sgd)
-        assert scaler.step_was_taken(sgd) == (step != 1)
-        scaler.update()
-    assert not math.isfinite(found[1])
-    # An attached scaler alone tells a hook that the scale was halved.
-    assert max(found[2:]) < (0.04 if what == "never attached" else 0.02)
+def test_after_inf_and_nan_all_steps_of_an_attached_hook_are_finite_and_right(ranks_per_host):
+    run = LinearRun(ranks_per_host)
+    run.scaler.attach_comm_hook(run.hook)
+    errors = [run.error_of_step(step) for step in range(12)]
+    check_errors(errors, bound=0.02)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_after_inf_and_nan_all_steps_of_a_detached_hook_are_finite_and_right(ranks_per_host):
+    run = LinearRun(ranks_per_host)
+    run.scaler.attach_comm_hook(run.hook)
+    errors = [run.error_of_step(step) for step in range(4)]
+    run.scaler.detach_comm_hook(run.hook)
+    errors += [run.error_of_step(step) for step in range(4, 12)]
+    check_errors(errors, bound=0.02)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_after_inf_and_nan_all_steps_of_a_hook_without_scaler_are_finite(ranks_per_host):
+    """Nothing tells this hook that the scale was halved, so its error is twice as large once."""
+    run = LinearRun(ranks_per_host)
+    errors = [run.error_of_step(step) for step in range(12)]
+    check_errors(errors, bound=0.04)
+
+
+class Sums(NamedTuple):
+    """The sum of all received means of a parameter, and the exact sum."""
+
+    received: Tensor
+    exact: Tensor
+
+    @classmethod
+    def zeros(cls, numel: int) -> "Sums":
+        return cls(torch.zeros(numel), torch.zeros(numel))
+
+    def error(self) -> float:
+        return relative(self.received, self.exact)
+
+
+@on_ranks("size")
+@pytest.mark.parametrize(("size", "numel"), [(2, 3000), (4, 60_000)])
+def test_rounding_errors_do_not_add_up_and_wait_while_a_parameter_is_not_used(size, numel):
+    """The second parameter is used in every other step."""
+    net = PrescribedGradients(numel, numel)
+    model: Any = DistributedDataParallel(net, find_unused_parameters=True)
+    comm_hooks.register_comm_hook(model, "int8")
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(size, 2, numel, generator=generator)
+    first = Sums.zeros(numel)
+    second = Sums.zeros(numel)
+    error_of_first_step = 0.0
+    for step in range(32):
+        used = [first, second] if step % 2 == 0 else [first]
+        model.zero_grad()
+        model(grads[dist.get_rank(), : len(used)]).backward()
+        for index, sums in enumerate(used):
+            sums.received.add_(net.parts[index].grad)
+            sums.exact.add_(grads[:, index].mean(0))
+        if step == 0:
+            error_of_first_step = first.error()
+    # 32 errors of one sign would leave the relative error as it is, and independent ones a sixth.
+    assert first.error() <= 2 * error_of_first_step / 32
+    # Half of the steps make twice the relative error, and lost feedback sixty times.
+    assert second.error() < 4 * first.error()
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def _trained(model: Any, *steps: int) -> Tensor:
+def train_steps(model: Any, steps: Sequence[int]) -> Tensor:
+    """Take plain steps of SGD, and return the weights."""
     for step in steps:
         model.zero_grad()
         model(inputs(step, LARGE[0])).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.05).step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return vector(model)
+
+
+def wrapped_large() -> tuple[Any, Any]:
+    # Otherwise the first pass after a start has parameters in another order than all that follow.
+    return wrapped(mlp(*LARGE), "int8", find_unused_parameters=True)
 
 
 @on_ranks(4)
-def test_a_run_goes_on_to_the_bit_where_ddp_keeps_its_buckets():
-    # Else its first pass after a start has parameters in another order than all that follow.
-    (whole, state), *others = (
-        wrapped(mlp(*LARGE), "int8", find_unused_parameters=True) for _ in range(3)
-    )
-    _trained(whole, 0, 1, 2, 3)
-    weights, saved = through_a_file((whole.module.state_dict(), state.state_dict()))
-    names = {n for key in saved["residuals"] for n in key.partition(": ")[2].split(", ")}
-    assert {"0.weight", "2.weight"} <= names, "those of buckets that are not too small"
-    for model, _ in others:
-        model.module.load_state_dict(weights)
-    (resumed, its_state), (forgotten, _) = others
-    its_state.load_state_dict(saved)
-    expected = _trained(whole, 4, 5, 6, 7)
-    assert torch.equal(_trained(resumed, 4, 5, 6, 7), expected)
-    assert not torch.equal(_trained(forgotten, 4, 5, 6, 7), expected)
+def test_a_resumed_run_is_bit_identical_if_ddp_keeps_its_buckets():
+    model, hook = wrapped_large()
+    train_steps(model, range(4))
+    weights, residuals = through_a_file((model.module.state_dict(), hook.state_dict()))
+    expected = train_steps(model, range(4, 8))
+
+    resumed, resumed_hook = wrapped_large()
+    resumed.module.load_state_dict(weights)
+    resumed_hook.load_state_dict(residuals)
+    assert torch.equal(train_steps(resumed, range(4, 8)), expected)
+
+    without_residuals, _ = wrapped_large()
+    without_residuals.module.load_state_dict(weights)
+    assert not torch.equal(train_steps(without_residuals, range(4, 8)), expected)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("whose", "says"),
-    [
-        ("other hosts", r"of 4 in 2x2, saved by 4 ranks, and this is rank . of 4 in 4x1"),
-        ("another rank", "residuals are those of rank"),
-        ("its own", ""),
-    ],
-)
-def test_residuals_of_another_rank_or_of_other_hosts_are_dropped(whose, says):
-    states = []
-    for ranks_per_host in (2 if whose == "other hosts" else 1, 1):
-        model, state = wrapped(mlp(*LARGE), "int8", ranks_per_host=ranks_per_host)
-        model(inputs(0, LARGE[0])).sum().backward()
-        states.append(state)
-    saved, state = states
-    given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, saved.state_dict())
-    told = pytest.warns(UserWarning, match=says) if says else contextlib.nullcontext()
-    with told:
-        state.load_state_dict(given[dist.get_rank() - (whose == "another rank")])
-    assert bool(state.state_dict()["residuals"]) is (whose == "its own")
+def test_a_state_has_the_residuals_of_buckets_that_are_not_too_small():
+    model, hook = wrapped_large()
+    train_steps(model, range(4))
+    names = set()
+    for key in hook.state_dict()["residuals"]:
+        _, _, params = key.partition(": ")
+        names.update(params.split(", "))
+    assert {"0.weight", "2.weight"} <= names
+
+
+def trained_hook(ranks_per_host: int = 1) -> Any:
+    """Return a hook that has reduced one step."""
+    model, hook = wrapped(mlp(*LARGE), "int8", ranks_per_host=ranks_per_host)
+    model(inputs(0, LARGE[0])).sum().backward()
+    return hook
+
+
+@on_ranks(4)
+def test_a_rank_loads_its_own_residuals():
+    state = trained_hook().state_dict()
+    hook = trained_hook()
+    hook.load_state_dict(state)
+    assert hook.state_dict()["residuals"]
+
+
+@on_ranks(4)
+def test_residuals_of_other_hosts_are_dropped_with_a_warning():
+    state = trained_hook(ranks_per_host=2).state_dict()
+    hook = trained_hook()
+    text = r"of 4 in 2x2, saved by 4 ranks, and this is rank . of 4 in 4x1"
+    with pytest.warns(UserWarning, match=text):
+        hook.load_state_dict(state)
+    assert not hook.state_dict()["residuals"]
+
+
+@on_ranks(4)
+def test_residuals_of_another_rank_are_dropped_with_a_warning():
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, trained_hook().state_dict())
+    hook = trained_hook()
+    state_of_another = states[dist.get_rank() - 1]
+    with pytest.warns(UserWarning, match="residuals are those of rank"):
+        hook.load_state_dict(state_of_another)
+    assert not hook.state_dict()["residuals"]
 
 
 @on_ranks(2)
-def test_what_is_no_state_is_refused_and_one_without_names_is_not_saved():
-    _, state = wrapped(mlp(*LARGE), "int8")
-    damaged = {**state.state_dict(), "residuals": {"a": [torch.full((3,), math.nan)]}}
-    for wrong in ({}, {"version": 1}, damaged):
+def test_a_dict_that_is_no_state_of_a_hook_is_refused():
+    hook = trained_hook()
+    damaged = {"a": [torch.full((3,), math.nan)]}
+    for wrong in ({}, {"version": 1}, {**hook.state_dict(), "residuals": damaged}):
         with pytest.raises(ValueError, match=r"load what hook\.state_dict\(\) returned"):
-            state.load_state_dict(wrong)
+            hook.load_state_dict(wrong)
+
+
+@on_ranks(2)
+def test_a_hook_without_names_of_parameters_has_no_state():
     model, _ = wrapped(mlp(*LARGE), None)
-    nameless = comm_hooks.CommHook("int8")
-    model.register_comm_hook(nameless, comm_hooks.fp16_compress_hook)
+    hook = comm_hooks.CommHook("int8")
+    model.register_comm_hook(hook, comm_hooks.fp16_compress_hook)
     model(inputs(0, LARGE[0])).sum().backward()
     with pytest.raises(RuntimeError, match=r"Call hook\.name_parameters"):
-        nameless.state_dict()
-
-
-@on_ranks("size")
-@pytest.mark.parametrize(("size", "numel"), [(2, 3000), (4, 60_000)])
-def test_what_rounding_took_does_not_add_up_and_waits_while_a_parameter_is_not_used(size, numel):
-    """The error of the sum of all means of each layer, where the second is used in half of them."""
-    model: Any = DistributedDataParallel(Given(numel, numel), find_unused_parameters=True)
-    comm_hooks.register_comm_hook(model, "int8")
-    totals, exact = torch.zeros(2, numel), torch.zeros(2, numel)
-    everyone = torch.randn(size, 2, numel, generator=torch.Generator().manual_seed(0))
-    found = []
-    for step in range(32):
-        used = 2 - step % 2
-        model.zero_grad()
-        model(everyone[dist.get_rank(), :used]).backward()
-        for place, parameter in enumerate([*model.module.parts][:used]):
-            totals[place] += parameter.grad
-            exact[place] += everyone[:, place].mean(0)
-        found.append([*map(relative, totals, exact)])
-    always, sometimes = found[-1]
-    # 32 errors of the same kind would make 32 of one, and independent ones 5.7.
-    assert always <= 2 * found[0][0] / 32
-    # Twice as few steps make twice the relative error; lost feedback sixty times.
-    assert sometimes < 4 * always
+        hook.state_dict()

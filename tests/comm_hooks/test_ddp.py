@@ -1,4 +1,4 @@
-"""Hooks under DDP beside DDP without one, and beside torch's own hooks."""
+"""Hooks under DDP, compared with DDP without a hook and with torch's own hooks."""
 
 import copy
 import inspect
@@ -20,7 +20,7 @@ from distamp.comm_hooks import COMM_FORMATS
 from tests.comm_hooks.training import (
     BOUNDS,
     WIDTHS,
-    Given,
+    PrescribedGradients,
     errors,
     full_gradients,
     gradients,
@@ -33,139 +33,188 @@ from tests.comm_hooks.training import (
 )
 from tests.on_ranks import on_ranks
 
-# -- every format, every way DDP works -------------------------------------------------------------
+# -- gradients of every format ---------------------------------------------------------------------
 
 
 @on_ranks("size")
-@pytest.mark.parametrize("wire", list(COMM_FORMATS))
+@pytest.mark.parametrize("format", COMM_FORMATS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gradients_are_those_of_plain_ddp(size, wire):
-    assert max(errors(mlp(*WIDTHS), wire, WIDTHS[0])) <= BOUNDS[wire]
+def test_gradients_are_those_of_plain_ddp(size, format):
+    net = mlp(*WIDTHS)
+    error = max(errors(net, format, WIDTHS[0]))
+    assert error <= BOUNDS[format]
 
 
 class _Branches(nn.Module):
-    """Two branches: rank 0 goes left and the others right; after the first time nobody left."""
+    """Two branches. Rank 0 takes the left one except in its second pass; the others never do."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.stem, self.left, self.right = (nn.Linear(20, 20) for _ in range(3))
+        self.stem = nn.Linear(20, 20)
+        self.left = nn.Linear(20, 20)
+        self.right = nn.Linear(20, 20)
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
-        x = torch.tanh(self.stem(x))
-        return self.left(x) if dist.get_rank() == 0 and self.passes != 2 else self.right(x)
+        hidden = torch.tanh(self.stem(x))
+        if dist.get_rank() == 0 and self.passes != 2:
+            return self.left(hidden)
+        return self.right(hidden)
 
 
 @on_ranks(4)
 def test_parameters_that_a_rank_does_not_use():
-    assert max(errors(_Branches(), "fp16", 20, find_unused_parameters=True)) <= BOUNDS["fp16"]
+    error = max(errors(_Branches(), "fp16", 20, find_unused_parameters=True))
+    assert error <= BOUNDS["fp16"]
 
 
 @on_ranks(2)
 def test_accumulation_under_no_sync():
-    assert max(errors(mlp(*WIDTHS), "fp16", WIDTHS[0], micro_batches=3)) <= BOUNDS["fp16"]
+    net = mlp(*WIDTHS)
+    error = max(errors(net, "fp16", WIDTHS[0], micro_batches=3))
+    assert error <= BOUNDS["fp16"]
 
 
 @on_ranks(2)
-def test_sparse_gradients_are_passed_by():
+def test_sparse_gradients_are_reduced_uncompressed():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 300, bias=False))
-    (plain, _), (hooked, state) = wrapped(net, None), wrapped(net, "fp16")
+    embedding = nn.Embedding(50, 8, sparse=True)
+    net = nn.Sequential(embedding, nn.Linear(8, 300, bias=False))
+    plain, _ = wrapped(net, None)
+    hooked, hook = wrapped(net, "fp16")
+    indices = torch.arange(3) + 7 * dist.get_rank()
     for model in (plain, hooked):
-        model(torch.arange(3) + 7 * dist.get_rank()).square().sum().backward()
-    (sparse, dense), (mine, mine_dense) = (
-        [p.grad for p in model.parameters()] for model in (plain, hooked)
-    )
-    assert mine.is_sparse
-    assert torch.equal(mine.to_dense(), sparse.to_dense())
-    assert relative(mine_dense, dense) <= BOUNDS["fp16"]
-    assert state.stats().fallbacks == {"gradients reduced uncompressed: sparse": 1}
+        model(indices).square().sum().backward()
+    exact_sparse, exact_dense = plain.parameters()
+    sparse, dense = hooked.parameters()
+    assert sparse.grad.is_sparse
+    assert torch.equal(sparse.grad.to_dense(), exact_sparse.grad.to_dense())
+    assert relative(dense.grad, exact_dense.grad) <= BOUNDS["fp16"]
+    assert hook.stats().fallbacks == {"gradients reduced uncompressed: sparse": 1}
+
+
+def gradients_of_two_models(hooked: bool) -> Tensor:
+    """Return the gradients of two models that one backward pass reaches."""
+    models = [wrapped(mlp(*WIDTHS, seed=seed), None)[0] for seed in (0, 1)]
+    if hooked:
+        for model in models:
+            model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    batch = inputs(0, WIDTHS[0])
+    losses = [model(batch).square().sum() for model in models]
+    torch.stack(losses).sum().backward()
+    return torch.cat([gradients(model) for model in models])
 
 
 @on_ranks(2)
 def test_two_models_whose_hooks_share_one_state_in_one_backward_pass():
-    found = []
-    for hooked in (False, True):
-        models = [wrapped(mlp(*WIDTHS, seed=seed), None)[0] for seed in (0, 1)]
-        for model in models if hooked else []:
-            model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
-        x = inputs(0, WIDTHS[0])
-        torch.stack([model(x).square().sum() for model in models]).sum().backward()
-        found.append(torch.cat([gradients(model) for model in models]))
-    assert relative(found[1], found[0]) <= BOUNDS["fp16"]
+    compressed = gradients_of_two_models(hooked=True)
+    exact = gradients_of_two_models(hooked=False)
+    assert relative(compressed, exact) <= BOUNDS["fp16"]
 
 
-# -- beside torch's hooks --------------------------------------------------------------------------
+# -- torch's hooks ---------------------------------------------------------------------------------
 
 
-def _beside(hook: Any, state: Any, dtype: torch.dtype = torch.float32) -> float:
-    """How far gradients through a hook are from those without."""
-    found = []
-    for hooked in (False, True):
-        model, _ = wrapped(mlp(*WIDTHS).to(dtype), None)
-        if hooked:
-            model.register_comm_hook(state, hook)
-        model(inputs(0, WIDTHS[0]).to(dtype)).float().square().sum().backward()
-        found.append(gradients(model).float())
-    return relative(found[1], found[0])
+def ddp_gradients(dtype: torch.dtype, hook: Any = None, state: Any = None) -> Tensor:
+    """Return the gradients of DDP, with a hook if there is one, in float32."""
+    model, _ = wrapped(mlp(*WIDTHS).to(dtype), None)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    batch = inputs(0, WIDTHS[0]).to(dtype)
+    output = model(batch)
+    output.float().square().sum().backward()
+    return gradients(model).float()
+
+
+def error_of_hook(hook: Any, state: Any, dtype: torch.dtype = torch.float32) -> float:
+    """Return the relative difference between gradients with and without a hook."""
+    return relative(ddp_gradients(dtype, hook, state), ddp_gradients(dtype))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("state", ["none", "group", "own"])
+@pytest.mark.parametrize("state", ["none", "process group", "hook"])
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_hooks_of_torchs_names_take_what_torchs_take(name, state):
-    given = {"none": None, "group": dist.group.WORLD, "own": comm_hooks.CommHook(name)}[state]
-    assert 0 < _beside(getattr(comm_hooks, f"{name}_compress_hook"), given) <= BOUNDS[name]
+def test_hooks_of_torchs_names_take_torchs_states(name, state):
+    hook = getattr(comm_hooks, f"{name}_compress_hook")
+    argument = None
+    if state == "process group":
+        argument = dist.group.WORLD
+    if state == "hook":
+        argument = comm_hooks.CommHook(name)
+    assert 0 < error_of_hook(hook, argument) <= BOUNDS[name]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "inner", "bound"),
-    [("fp16", "allreduce", 1e-3), ("fp16", "PowerSGD", 1e-3), ("bf16", "allreduce", 8e-3)],
-)
-def test_wrappers_of_torchs_names_take_what_torchs_take(name, inner, bound):
-    hook, state = default_hooks.allreduce_hook, None
-    if inner == "PowerSGD":
-        hook = powerSGD_hook.powerSGD_hook
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100)
-    assert 0 < _beside(getattr(comm_hooks, f"{name}_compress_wrapper")(hook), state) <= bound
-
-
-@pytest.mark.parametrize("wire", ["fp16", "bf16"])
-@pytest.mark.parametrize("kind", ["hook", "wrapper"])
-def test_their_signatures_are_torchs_and_they_can_be_pickled(wire, kind):
-    ours, theirs = (getattr(it, f"{wire}_compress_{kind}") for it in (comm_hooks, default_hooks))
-    assert len(inspect.signature(ours).parameters) == len(inspect.signature(theirs).parameters)
-    assert pickle.loads(pickle.dumps(ours)) is ours
+@pytest.mark.parametrize(("name", "bound"), [("fp16", 1e-3), ("bf16", 8e-3)])
+def test_wrappers_of_torchs_names_take_torchs_allreduce_hook(name, bound):
+    wrapper = getattr(comm_hooks, f"{name}_compress_wrapper")
+    hook = wrapper(default_hooks.allreduce_hook)
+    assert 0 < error_of_hook(hook, None) <= bound
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
-)
-def test_gradients_of_two_bytes_are_sent_in_two_bytes(dtype, bound):
-    own = comm_hooks.CommHook("fp16")
-    assert _beside(comm_hooks.fp16_compress_hook, own, dtype) <= bound
-    (why,) = own.stats().fallbacks
-    assert why == f"gradients reduced uncompressed: {str(dtype)[6:]} is no wider than fp16"
+def test_a_wrapper_of_torchs_name_takes_power_sgd():
+    hook = comm_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100)
+    assert 0 < error_of_hook(hook, state) <= 1e-3
 
 
-# -- nothing hangs, nothing is left ----------------------------------------------------------------
-
-
-THOUSAND = [
-    pytest.param(size, start, 50, marks=pytest.mark.slow)
-    for size in (2, 4, 8)
-    for start in range(0, 1000, 50)
+TORCHS_NAMES = [
+    "fp16_compress_hook",
+    "bf16_compress_hook",
+    "fp16_compress_wrapper",
+    "bf16_compress_wrapper",
 ]
 
 
-@pytest.mark.parametrize(("size", "start", "count"), [(2, 0, 8), (4, 0, 6), (8, 0, 2), *THOUSAND])
+@pytest.mark.parametrize("name", TORCHS_NAMES)
+def test_hooks_of_torchs_names_have_torchs_signatures(name):
+    ours = inspect.signature(getattr(comm_hooks, name))
+    torchs = inspect.signature(getattr(default_hooks, name))
+    assert len(ours.parameters) == len(torchs.parameters)
+
+
+@pytest.mark.parametrize("name", TORCHS_NAMES)
+def test_hooks_of_torchs_names_can_be_pickled(name):
+    hook = getattr(comm_hooks, name)
+    assert pickle.loads(pickle.dumps(hook)) is hook
+
+
+def check_two_byte_gradients(dtype: torch.dtype, bound: float) -> None:
+    hook = comm_hooks.CommHook("fp16")
+    assert error_of_hook(comm_hooks.fp16_compress_hook, hook, dtype) <= bound
+    (reason,) = hook.stats().fallbacks
+    name = str(dtype).removeprefix("torch.")
+    assert reason == f"gradients reduced uncompressed: {name} is no wider than fp16"
+
+
+@on_ranks(2)
+def test_gradients_in_float16_are_sent_in_two_bytes():
+    check_two_byte_gradients(torch.float16, bound=2e-3)
+
+
+@on_ranks(2)
+def test_gradients_in_bfloat16_are_sent_in_two_bytes():
+    check_two_byte_gradients(torch.bfloat16, bound=2e-2)
+
+
+# -- random layouts --------------------------------------------------------------------------------
+
+
+QUICK = [(2, 0, 8), (4, 0, 6), (8, 0, 2)]
+THOUSAND = []
+for num_ranks in (2, 4, 8):
+    for first_seed in range(0, 1000, 50):
+        THOUSAND.append(pytest.param(num_ranks, first_seed, 50, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize(("size", "start", "count"), [*QUICK, *THOUSAND])
 def test_a_thousand_random_bucket_layouts(ranks, size, start, count):
-    # A hang ends the pool with every rank's stack.
-    for wrong in ranks(size).run(train_layouts, list(range(start, start + count)), timeout=240):
+    """No layout has wrong gradients, and none hangs: a hang ends the pool with all stacks."""
+    seeds = list(range(start, start + count))
+    for wrong in ranks(size).run(train_layouts, seeds, timeout=240):
         assert wrong == []
 
 
@@ -174,80 +223,117 @@ def test_a_thousand_random_bucket_layouts(ranks, size, start, count):
 SHAPES = [(72, 67), (64,)] * 6
 
 
-def _given(rank: int, ratio: float) -> list[Tensor]:
-    """Gradients of weights, and of biases between them, which are so much smaller."""
-    draw = torch.Generator().manual_seed(100 + rank)
-    pairs = zip(SHAPES, [1.0, ratio] * 6, strict=True)
-    return [torch.randn(shape, generator=draw) * factor for shape, factor in pairs]
+def weights_and_small_biases(rank: int, ratio: float) -> list[Tensor]:
+    """Return gradients of weights, and of biases between them that are smaller by ``ratio``."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    grads = []
+    for shape in SHAPES:
+        factor = 1.0 if len(shape) == 2 else ratio
+        grads.append(torch.randn(shape, generator=generator) * factor)
+    return grads
+
+
+def mean_of_ranks(grads: list[list[Tensor]]) -> list[Tensor]:
+    """Return the exact mean of each gradient, from the gradients of each rank."""
+    means = []
+    for grads_of_param in zip(*grads, strict=True):
+        means.append(torch.stack(grads_of_param).double().mean(0))
+    return means
+
+
+def check_every_parameter(model: Any, grads: list[list[Tensor]], bound: float) -> None:
+    """Reduce the gradients of all ranks, and compare each parameter with the exact mean."""
+    model(grads[dist.get_rank()]).backward()
+    exact = mean_of_ranks(grads)
+    compressed = full_gradients(model).split([grad.numel() for grad in exact])
+    for grad, exact_grad in zip(compressed, exact, strict=True):
+        assert relative(grad, exact_grad.flatten()) <= bound
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-@pytest.mark.parametrize(("wire", "bound"), [("fp16", 4e-4), ("int8", 2e-2)])
+@pytest.mark.parametrize("format", ["fp16", "int8"])
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, wire, bound, ranks_per_host):
-    for power in (1, 4, 7):
-        net, everyone = Given(*SHAPES), [_given(each, 10.0**-power) for each in range(4)]
-        model: Any = DistributedDataParallel(net) if wrapper == "DDP" else fully_shard(net)
-        comm_hooks.register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
-        model(everyone[dist.get_rank()]).backward()
-        flat = torch.stack([torch.cat([g.flatten() for g in each]) for each in everyone])
-        parts = [each.numel() for each in everyone[0]]
-        exact, mine = flat.double().mean(0).split(parts), full_gradients(model).split(parts)
-        assert max(map(relative, mine, exact)) <= bound
+def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, format, ranks_per_host):
+    wrap = DistributedDataParallel if wrapper == "DDP" else fully_shard
+    for ratio in (1e-1, 1e-4, 1e-7):
+        model = wrap(PrescribedGradients(*SHAPES))
+        comm_hooks.register_comm_hook(model, format, ranks_per_host=ranks_per_host)
+        grads = [weights_and_small_biases(rank, ratio) for rank in range(4)]
+        check_every_parameter(model, grads, BOUNDS[format])
 
 
-# -- failures, and copies --------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-def _fails(wrapper: str, how: str, wire: str = "fp16") -> list[str]:
-    """What passes say from the third on, in which rank 1 fails or is gone."""
+def backward(model: Any, step: int) -> None:
+    batch = inputs(step, WIDTHS[0])
+    model(batch).square().mean().backward()
+
+
+def errors_after_a_failure(
+    wrapper: str, failure: str, format: str, delay_rank_2: bool = False
+) -> list[str]:
+    """Run five passes, and return this rank's errors; rank 1 fails in the third pass."""
     model, _ = spread(wrapper)
-    comm_hooks.register_comm_hook(model, wire)
-    said = []
+    comm_hooks.register_comm_hook(model, format)
+    messages = []
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        if how == "dies":
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if failure == "death":
             os._exit(3)
         raise RuntimeError("out of memory")
 
     for step in range(5):
         if step == 2 and dist.get_rank() == 1:
-            format_class = type(COMM_FORMATS[wire])
-            format_class.encode = broken
-        if step == 2 and dist.get_rank() == 2 and how == "one hears late":
+            type(COMM_FORMATS[format]).encode = fail
+        if step == 2 and dist.get_rank() == 2 and delay_rank_2:
             time.sleep(1)
         try:
-            model(inputs(step, WIDTHS[0])).square().mean().backward()
+            backward(model, step)
         except RuntimeError as error:
-            said.append(f"in pass {step}: {error}")
-    return said
+            messages.append(f"in pass {step}: {error}")
+    return messages
+
+
+def check_failing_exchange(messages: list[list[str]]) -> None:
+    """Check that all ranks raise in the pass of the failure and from then on."""
+    for messages_of_rank in messages:
+        passes = [message.split(":")[0] for message in messages_of_rank]
+        assert passes == ["in pass 2", "in pass 3", "in pass 4"]
+    assert "out of memory" in messages[1][0]
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "how", "wire"),
+    ("wrapper", "format"),
     [
-        ("DDP", "raises", "fp16"),
-        ("DDP", "one hears late", "fp16"),
-        # In which some parameters go as they are.
-        ("DDP", "raises", "int8"),
-        ("FSDP2", "raises", "fp16"),
+        ("DDP", "fp16"),
+        # int8 sends small parameters uncompressed.
+        ("DDP", "int8"),
+        ("FSDP2", "fp16"),
     ],
 )
 def test_an_exchange_that_fails_on_one_rank_is_raised_on_every_rank_and_from_then_on(
-    new_ranks, wrapper, how, wire
+    new_ranks, wrapper, format
 ):
-    found = new_ranks(3, group_timeout=120).run(_fails, wrapper, how, wire)
-    assert all(
-        [each.split(":")[0] for each in said] == ["in pass 2", "in pass 3", "in pass 4"]
-        for said in found
-    )
-    assert "out of memory" in found[1][0]
+    pool = new_ranks(3, group_timeout=120)
+    check_failing_exchange(pool.run(errors_after_a_failure, wrapper, "exception", format))
 
 
-def test_where_a_rank_is_gone_the_others_raise(new_ranks):
-    found = new_ranks(4, group_timeout=60).run(_fails, "DDP", "dies", may_die=[1])
-    assert all(found[rank][0].startswith("in pass 2: ") for rank in (0, 2, 3))
+def test_a_rank_that_begins_its_exchange_after_the_failure_raises_too(new_ranks):
+    pool = new_ranks(3, group_timeout=120)
+    messages = pool.run(errors_after_a_failure, "DDP", "exception", "fp16", delay_rank_2=True)
+    check_failing_exchange(messages)
+
+
+def test_the_ranks_that_survive_a_death_raise(new_ranks):
+    pool = new_ranks(4, group_timeout=60)
+    messages = pool.run(errors_after_a_failure, "DDP", "death", "fp16", may_die=[1])
+    for rank in (0, 2, 3):
+        assert messages[rank][0].startswith("in pass 2: ")
+
+
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def pickled(model: nn.Module) -> Any:
@@ -255,17 +341,16 @@ def pickled(model: nn.Module) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_model_with_a_hook_can_be_copied_and_its_copy_says_how_it_is_registered(copied):
+@pytest.mark.parametrize("copy_model", [copy.deepcopy, pickled])
+def test_a_copy_of_a_model_warns_that_its_hook_must_be_registered_again(copy_model):
     model, _ = wrapped(mlp(*WIDTHS), "int8")
-    model(inputs(0, WIDTHS[0])).square().mean().backward()
-    with pytest.warns(
-        UserWarning, match=r'uncompressed.*comm_hooks\.register_comm_hook\(model, "int8"\)'
-    ):
-        twin = copied(model)
-    again = comm_hooks.register_comm_hook(twin, "int8")
-    for each in (model, twin):
-        each.zero_grad()
-        each(inputs(1, WIDTHS[0])).square().mean().backward()
-    assert relative(gradients(twin), gradients(model)) < 2e-2
-    assert again.stats().exchanges > 0
+    backward(model, 0)
+    warning = r'uncompressed.*comm_hooks\.register_comm_hook\(model, "int8"\)'
+    with pytest.warns(UserWarning, match=warning):
+        copied = copy_model(model)
+    hook = comm_hooks.register_comm_hook(copied, "int8")
+    for replica in (model, copied):
+        replica.zero_grad()
+        backward(replica, 1)
+    assert relative(gradients(copied), gradients(model)) < 2e-2
+    assert hook.stats().exchanges > 0

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler, StepGuard, comm_hooks
@@ -25,7 +26,7 @@ NUMEL = 2 * BLOCK_NUMEL
 
 
 class Store:
-    """A hook's residuals of two buckets, whose exchanges this test runs by hand."""
+    """A hook's residuals of two buckets; this test runs their exchanges itself."""
 
     def __init__(self) -> None:
         self.hook = CommHook("int8")
@@ -104,10 +105,13 @@ def test_a_block_that_waits_while_a_step_is_skipped_keeps_its_error(store):
     store.exchange("a", store.gradient())
     store.end_iteration(TAKEN)
     before = store.residual("a").clone()
-    store.exchange("a", torch.cat([torch.zeros(BLOCK_NUMEL), store.gradient(1e4)[BLOCK_NUMEL:]]))
+    spike = store.gradient(1e4)
+    spike[:BLOCK_NUMEL] = 0.0
+    store.exchange("a", spike)
     store.end_iteration(SKIPPED)
-    assert torch.equal(store.residual("a")[:BLOCK_NUMEL], before[:BLOCK_NUMEL])
-    assert not store.residual("a")[BLOCK_NUMEL:].any()
+    unused_block, spoilt_block = store.residual("a").split(BLOCK_NUMEL)
+    assert torch.equal(unused_block, before[:BLOCK_NUMEL])
+    assert not spoilt_block.any()
 
 
 def test_one_of_several_optimizers_that_skips_drops_the_error_of_all(store):
@@ -158,9 +162,10 @@ def test_a_state_that_was_saved_after_a_skip_has_nothing_of_that_step():
     store.end_iteration(TAKEN)
     store.exchange("b", store.gradient(1e4))
     store.end_iteration(SKIPPED)
-    (kept,), (dropped,) = store.hook.state_dict()["residuals"].values()
-    assert kept.any()
-    assert not dropped.any()
+    residuals = store.hook.state_dict()["residuals"]
+    (of_taken_step,), (of_skipped_step,) = residuals.values()
+    assert of_taken_step.any()
+    assert not of_skipped_step.any()
 
 
 def test_a_residual_of_several_blocks_drops_those_that_were_written():
@@ -178,7 +183,7 @@ WIDTH = 72
 
 
 class Layers(nn.Module):
-    """Two layers, each of which is used where it is given a gradient for its weight."""
+    """Two layers. A layer is used if the forward pass gets a gradient for its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,75 +191,113 @@ class Layers(nn.Module):
         self.b = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        eye = torch.eye(WIDTH)
-        losses = [(getattr(self, name)(eye) * g.T).sum() for name, g in gradients.items()]
+        losses = []
+        for name, gradient in gradients.items():
+            output = getattr(self, name)(torch.eye(WIDTH))
+            losses.append((output * gradient.T).sum())
         return torch.stack(losses).sum()
 
 
 def distributed(layout: str) -> tuple[nn.Module, nn.Module]:
     """A model of two layers as a user wraps it, and the module that has the two."""
-    layers, size = Layers(), dist.get_world_size()
+    layers = Layers()
+    size = dist.get_world_size()
     if layout == "DDP":
         return DistributedDataParallel(layers, find_unused_parameters=True), layers
     if layout == "HSDP":
-        settings: Any = {"mesh": mesh((2, size // 2), ("replicate", "shard"))}
+        device_mesh = mesh((2, size // 2), ("replicate", "shard"))
     else:
-        settings = {"mesh": mesh((size,), ("shard",))}
-    for layer in (layers.a, layers.b):
-        fully_shard(layer, **settings)
-    return fully_shard(layers, **settings), layers
+        device_mesh = mesh((size,), ("shard",))
+    fully_shard(layers.a, mesh=device_mesh)
+    fully_shard(layers.b, mesh=device_mesh)
+    return fully_shard(layers, mesh=device_mesh), layers
 
 
-def everyones_gradients(seed: int, scale: float = 1.0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(dist.get_world_size(), WIDTH, WIDTH, generator=draw) * scale
+def gradients_of_ranks(seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(dist.get_world_size(), WIDTH, WIDTH, generator=generator) * scale
 
 
 def unscaled_gradient(layer: Any, scale: float) -> Tensor:
     gradient = layer.weight.grad
-    return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient) / scale
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
+    return gradient / scale
+
+
+def take_step_with_spike(model: Any, guard: Any, optimizer: Any) -> None:
+    """Skip a step: layer ``a`` has a spike, and layer ``b`` is infinite on rank 1."""
+    rank = dist.get_rank()
+    gradients = {"a": gradients_of_ranks(0, scale=1e4)[rank], "b": gradients_of_ranks(10)[rank]}
+    if rank == 1:
+        gradients["b"] *= torch.inf
+    optimizer.zero_grad()
+    guard.scale(model(gradients)).backward()
+    guard.step(optimizer)
+    assert not guard.step_was_taken(optimizer)
+    guard.update()
+
+
+def take_step_without_a(model: Any, layers: Any, guard: Any, optimizer: Any, frozen: bool) -> None:
+    """Take a step in which layer ``a`` is frozen or is not used."""
+    rank = dist.get_rank()
+    gradients = {"b": gradients_of_ranks(11)[rank]}
+    if frozen:
+        gradients = {"a": gradients_of_ranks(1)[rank], **gradients}
+        layers.a.requires_grad_(False)
+    optimizer.zero_grad()
+    guard.scale(model(gradients)).backward()
+    guard.step(optimizer)
+    assert guard.step_was_taken(optimizer)
+    guard.update()
+    layers.a.requires_grad_(True)
+
+
+def take_right_step(model: Any, layers: Any, guard: Any, optimizer: Any) -> None:
+    """Take a step with both layers, and check the gradient of layer ``a``."""
+    rank = dist.get_rank()
+    exact = gradients_of_ranks(3)
+    optimizer.zero_grad()
+    loss = model({"a": exact[rank], "b": gradients_of_ranks(13)[rank]})
+    guard.scale(loss).backward()
+    gradient = unscaled_gradient(layers.a, guard.get_scale())
+    assert relative(gradient, exact.mean(0)) < 2e-2
+    guard.step(optimizer)
+    assert guard.step_was_taken(optimizer)
+    guard.update()
+
+
+def make_guard(kind: str) -> Any:
+    return DistGradScaler("cpu", init_scale=2.0**10) if kind == "scaler" else StepGuard()
 
 
 @on_ranks("size")
 @pytest.mark.parametrize("kind", ["scaler", "guard"])
 @pytest.mark.parametrize(
-    ("size", "layout", "why"),
+    ("size", "layout", "frozen"),
     [
-        (2, "DDP", "dropped"),
-        (2, "FSDP2", "dropped"),
-        (2, "FSDP2", "frozen"),
-        (4, "HSDP", "dropped"),
-        (4, "HSDP", "frozen"),
+        pytest.param(2, "DDP", False, id="DDP, not used"),
+        pytest.param(2, "FSDP2", False, id="FSDP2, not used"),
+        pytest.param(2, "FSDP2", True, id="FSDP2, frozen"),
+        pytest.param(4, "HSDP", False, id="HSDP, not used"),
+        pytest.param(4, "HSDP", True, id="HSDP, frozen"),
     ],
 )
 def test_a_layer_that_comes_back_after_a_skipped_spike_has_the_right_gradient(
-    size, layout, kind, why
+    size, layout, kind, frozen
 ):
-    """Layer ``a`` has a spike in a skipped step, drops out or is frozen for two, and comes back."""
+    """Layer ``a`` has a spike in a skipped step, is left out of two steps, and comes back."""
     model, layers = distributed(layout)
-    guard: Any = DistGradScaler("cpu", init_scale=2.0**10) if kind == "scaler" else StepGuard()
+    guard = make_guard(kind)
     guard.attach_comm_hook(comm_hooks.register_comm_hook(model, "int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rank = dist.get_rank()
-    for step in range(4):
-        optimizer.zero_grad()
-        used = {"a": everyones_gradients(step, scale=1e4 if step == 0 else 1.0)[rank]}
-        used["b"] = everyones_gradients(10 + step)[rank]
-        if step == 0 and rank == 1:
-            used["b"] = used["b"] * torch.inf
-        if step in (1, 2) and why == "dropped":
-            del used["a"]
-        layers.a.requires_grad_(not (step in (1, 2) and why == "frozen"))
-        guard.scale(model(used)).backward()
-        if step == 3:
-            found = unscaled_gradient(layers.a, guard.get_scale())
-            assert relative(found, everyones_gradients(step).mean(0)) < 2e-2
-        guard.step(optimizer)
-        assert guard.step_was_taken(optimizer) == (step != 0)
-        guard.update()
+    take_step_with_spike(model, guard, optimizer)
+    take_step_without_a(model, layers, guard, optimizer, frozen)
+    take_step_without_a(model, layers, guard, optimizer, frozen)
+    take_right_step(model, layers, guard, optimizer)
 
 
-# DDP is no such case: it exchanges the sum of what it accumulated, and not the second micro-batch.
+# DDP exchanges the sum of all micro-batches at once, so it is no such case.
 @on_ranks("size")
 @pytest.mark.parametrize(("size", "layout"), [(2, "FSDP2"), (4, "HSDP")])
 def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, layout):
@@ -264,20 +307,27 @@ def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, la
     scaler.attach_comm_hook(comm_hooks.register_comm_hook(model, "int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = dist.get_rank()
-    for skips in (True, False):
+    large = gradients_of_ranks(0, scale=1e4)
+    small = gradients_of_ranks(1)
+
+    def accumulate(factor: float) -> None:
         optimizer.zero_grad()
-        for micro, scale in enumerate((1e4, 1.0)):
-            factor = torch.inf if skips and rank == 0 else 1.0
-            given = {name: everyones_gradients(micro, scale)[rank] * factor for name in "ab"}
-            scaler.scale(model(given)).backward()
-        if not skips:
-            exact = everyones_gradients(0, 1e4).mean(0) + everyones_gradients(1).mean(0)
-            error = unscaled_gradient(layers.a, scaler.get_scale()) - exact
-            # The error of one rounding at this scale is about 100.
-            assert float(error.abs().max()) < 10
-        scaler.step(optimizer)
-        assert scaler.step_was_taken(optimizer) is not skips
-        scaler.update()
+        for gradients in (large, small):
+            gradient = gradients[rank] * factor
+            scaler.scale(model({"a": gradient, "b": gradient})).backward()
+
+    accumulate(torch.inf if rank == 0 else 1.0)
+    scaler.step(optimizer)
+    assert not scaler.step_was_taken(optimizer)
+    scaler.update()
+
+    accumulate(1.0)
+    exact = large.mean(0) + small.mean(0)
+    error = unscaled_gradient(layers.a, scaler.get_scale()) - exact
+    # The error of one rounding at this scale is about 100.
+    assert float(error.abs().max()) < 10
+    scaler.step(optimizer)
+    assert scaler.step_was_taken(optimizer)
 
 
 @on_ranks(2)
@@ -285,10 +335,11 @@ def test_a_layer_of_a_partly_used_fsdp2_module_has_no_error_of_another_layer():
     """torch does not tell a hook which parameters of the module were used."""
     layers = fully_shard(Layers())
     hook = comm_hooks.register_comm_hook(layers, "int8")
-    for seed, (name, scale) in enumerate({"a": 1e4, "b": 1.0}.items()):
-        everyones = everyones_gradients(seed, scale)
-        layers({name: everyones[dist.get_rank()]}).backward()
-        found = getattr(layers, name).weight.grad.full_tensor()
-        assert relative(found, everyones.mean(0)) < 1e-6
+    large = gradients_of_ranks(0, scale=1e4)
+    layers({"a": large[dist.get_rank()]}).backward()
+    assert relative(layers.a.weight.grad.full_tensor(), large.mean(0)) < 1e-6
+    small = gradients_of_ranks(1)
+    layers({"b": small[dist.get_rank()]}).backward()
+    assert relative(layers.b.weight.grad.full_tensor(), small.mean(0)) < 1e-6
     (reason,) = hook.stats().fallbacks
     assert "FSDP2 left out parameters of a module that were not used" in reason

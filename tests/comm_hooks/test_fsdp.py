@@ -1,10 +1,9 @@
-"""FSDP2 and FSDP1 through a wire, on real ranks, against the float64 mean without shards."""
+"""Hooks of FSDP2 and FSDP1 on real ranks, compared with the float64 mean without shards."""
 
-import itertools
 import socket
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
@@ -33,11 +32,11 @@ from distamp.comm_hooks import (
     register_comm_hook,
 )
 from distamp.fsdp_unit import FSDPUnit
-from tests.comm_hooks.training import Given, agreed, full_gradients, relative
+from tests.comm_hooks.training import PrescribedGradients, agreed, full_gradients, relative
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
-# Of each format: the relative L2 error that a gradient may have after one rounding.
+# The relative L2 error that a gradient may have after one rounding.
 ERRORS = {"fp16": 2.7e-4, "bf16": 2.4e-3}
 
 
@@ -56,23 +55,43 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module, rank: int, micro: int = 0) -> Tensor:
-    x = torch.randn(6, 37, generator=torch.Generator().manual_seed(100 * micro + rank))
-    return (model(x.to(next(model.parameters()).dtype)).double() ** 2).mean()
+    """Return the loss of a rank's micro-batch."""
+    generator = torch.Generator().manual_seed(100 * micro + rank)
+    x = torch.randn(6, 37, generator=generator)
+    dtype = next(model.parameters()).dtype
+    output = model(x.to(dtype))
+    return output.double().square().mean()
+
+
+def backward(model: nn.Module, micro: int = 0) -> None:
+    """Backpropagate the loss of this rank."""
+    loss_of(model, dist.get_rank(), micro).backward()
 
 
 def error(model: nn.Module, micros: int = 1, factor: float = 1.0) -> float:
-    """How far gradients are from ``factor`` times the float64 mean of summed microbatches."""
-    exact, world = Net().double(), dist.get_world_size()
-    for rank, micro in itertools.product(range(world), range(micros)):
-        (loss_of(exact, rank, micro) / world).backward()
-    return relative(full_gradients(model).double() / factor, full_gradients(exact))
+    """Return the error of gradients: the exact ones are the float64 mean of summed micro-batches.
+
+    Args:
+        model: A model with gradients.
+        micros: The number of micro-batches.
+        factor: A factor that the gradients have.
+    """
+    exact = Net().double()
+    world = dist.get_world_size()
+    for rank in range(world):
+        for micro in range(micros):
+            loss = loss_of(exact, rank, micro) / world
+            loss.backward()
+    unscaled = full_gradients(model).double() / factor
+    return relative(unscaled, full_gradients(exact))
 
 
 def sharded(**settings: Any) -> Any:
+    """Return the net with three units of FSDP2."""
     model = Net()
     settings = {"mesh": mesh((dist.get_world_size(),), ("shard",)), **settings}
-    for each in (model.first, model.second):
-        fully_shard(each, **settings)
+    fully_shard(model.first, **settings)
+    fully_shard(model.second, **settings)
     return fully_shard(model, **settings)
 
 
@@ -85,92 +104,111 @@ since_2_15 = pytest.mark.skipif(
 )
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# -- dtypes of FSDP2 -------------------------------------------------------------------------------
 
 
-class Reduces:
-    """FSDP2's reduce-scatter, which notes what it is given."""
+class RecordingReduceScatter:
+    """A reduce-scatter of FSDP2 that records the dtypes of its inputs."""
 
     def __init__(self) -> None:
-        self.found: set[torch.dtype] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
-        self.found.add(input_tensor.dtype)
+        self.dtypes.add(input_tensor.dtype)
         output_tensor.zero_()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduces", [None, torch.float32, torch.float16])
-@pytest.mark.parametrize("gathers", [None, torch.bfloat16])
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_gradients_are_reduced_in_the_dtype_that_is_foretold(own, gathers, reduces):
+@pytest.mark.parametrize("reduce_dtype", [None, F32, F16])
+@pytest.mark.parametrize("param_dtype", [None, BF16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gradients_are_reduced_in_the_dtype_that_the_unit_predicts(
+    dtype, param_dtype, reduce_dtype
+):
     """Without ``reduce_dtype`` it is another one since torch 2.15."""
-    policy = MixedPrecisionPolicy(gathers, reduces, output_dtype=torch.float32)
-    layer = fully_shard(nn.Linear(64, 64, dtype=own), mp_policy=policy)
-    comm = Reduces()
-    layer.set_custom_reduce_scatter(comm)
-    layer(torch.ones(2, 64, dtype=own)).sum().backward()
-    assert comm.found == {FSDPUnit(layer).reduce_dtype(own)}
-
-
-F32, BF16 = torch.float32, torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=F32)
+    layer = fully_shard(nn.Linear(64, 64, dtype=dtype), mp_policy=policy)
+    reduce_scatter = RecordingReduceScatter()
+    layer.set_custom_reduce_scatter(reduce_scatter)
+    layer(torch.ones(2, 64, dtype=dtype)).sum().backward()
+    assert reduce_scatter.dtypes == {FSDPUnit(layer).reduce_dtype(dtype)}
 
 
 @since_2_15
 @on_ranks(2)
-@pytest.mark.parametrize("gathers", [None, BF16])
-@pytest.mark.parametrize("reduces", [None, torch.float16])
+@pytest.mark.parametrize("param_dtype", [None, BF16])
+@pytest.mark.parametrize("reduce_dtype", [None, F16])
 @pytest.mark.parametrize("grad_dtypes", [(BF16, BF16), (BF16, F32), (F32, None), (None, None)])
-def test_the_dtype_of_a_reduction_is_foretold_for_any_grad_dtype(grad_dtypes, reduces, gathers):
+def test_the_unit_predicts_the_dtype_of_a_reduction_for_any_grad_dtype(
+    grad_dtypes, reduce_dtype, param_dtype
+):
     """Without ``reduce_dtype`` gradients of several dtypes are promoted."""
     layer = nn.Linear(64, 64)
     layer.weight.grad_dtype, layer.bias.grad_dtype = grad_dtypes
-    policy = MixedPrecisionPolicy(gathers, reduces, output_dtype=F32)
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=F32)
     fully_shard(layer, mp_policy=policy)
-    comm = Reduces()
-    layer.set_custom_reduce_scatter(comm)
+    reduce_scatter = RecordingReduceScatter()
+    layer.set_custom_reduce_scatter(reduce_scatter)
     expected = FSDPUnit(layer).grad_reduce_dtype
     layer(torch.ones(2, 64)).sum().backward()
-    assert comm.found == {expected}
+    assert reduce_scatter.dtypes == {expected}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_parameter_is_gathered_in_the_dtype_that_its_unit_predicts(dtype):
+    layer = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(dtype))
+    unit = FSDPUnit(layer)
+    shard = layer.weight
+    predicted = unit.param_dtype_of(shard)
+    layer.unshard()
+    assert layer.weight is not shard
+    assert layer.weight.dtype is predicted
+    assert unit.param_dtype_of(layer.weight) is predicted
+
+
+@on_ranks(2)
+def test_a_parameter_of_another_unit_has_no_dtype():
+    unit = FSDPUnit(fully_shard(nn.Linear(8, 8)))
+    stray = nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(ValueError, match="is not sharded by the unit FSDPLinear"):
+        unit.param_dtype_of(stray)
+
+
+def gradients_of_sizes(numels: Sequence[int], sizes: Sequence[float]) -> list[list[Tensor]]:
+    """Return random gradients of these sizes for two ranks."""
+    generator = torch.Generator().manual_seed(0)
+    ranks = []
+    for _ in range(2):
+        grads = []
+        for numel, size in zip(numels, sizes, strict=True):
+            grads.append(size * torch.randn(numel, generator=generator))
+        ranks.append(grads)
+    return ranks
 
 
 @since_2_15
 @on_ranks(2)
 def test_gradients_of_several_dtypes_in_one_unit_are_rounded_parameter_by_parameter():
     """torch sends gradients of one dtype together, and int8 has a scale for each parameter."""
-    numels, sizes = (3000, 2000, 5000, 1000), (1.0, 1e6, 1.0, 1e6)
-    model = Given(*numels)
-    for part in model.parts[1::2]:
-        part.grad_dtype = BF16
+    numels = (3000, 2000, 5000, 1000)
+    model = PrescribedGradients(*numels)
+    model.parts[1].grad_dtype = BF16
+    model.parts[3].grad_dtype = BF16
     model = fully_shard(model, mesh=mesh((2,), ("shard",)))
-    state = register_comm_hook(model, "int8")
-    generator = torch.Generator().manual_seed(0)
-    given = []
-    for _ in range(dist.get_world_size()):
-        grads = [torch.randn(numel, generator=generator) for numel in numels]
-        given.append([size * grad for size, grad in zip(sizes, grads, strict=True)])
-    model(given[dist.get_rank()]).backward()
-    assert state.stats().exchanges == 1
-    for part, grads in zip(model.parts, zip(*given, strict=True), strict=True):
-        assert part.grad.dtype is part.grad_dtype
-        assert relative(part.grad.full_tensor().float(), sum(grads) / 2) < 2e-2
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [None, BF16])
-def test_a_parameter_is_gathered_in_the_dtype_that_its_unit_foretells(dtype):
-    layer = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(dtype))
-    unit, shard = FSDPUnit(layer), layer.weight
-    foretold = unit.param_dtype_of(shard)
-    layer.unshard()
-    assert layer.weight is not shard
-    assert layer.weight.dtype is foretold
-    assert unit.param_dtype_of(layer.weight) is foretold
-    with pytest.raises(ValueError, match="is not sharded by the unit FSDPLinear"):
-        unit.param_dtype_of(nn.Parameter(torch.ones(8, 8)))
+    hook = register_comm_hook(model, "int8")
+    grads = gradients_of_sizes(numels, sizes=(1.0, 1e6, 1.0, 1e6))
+    model(grads[dist.get_rank()]).backward()
+    assert hook.stats().exchanges == 1
+    for index, param in enumerate(model.parts):
+        assert param.grad.dtype is param.grad_dtype
+        exact = (grads[0][index] + grads[1][index]) / 2
+        assert relative(param.grad.full_tensor().float(), exact) < 2e-2
 
 
 class Normalized(nn.Module):
@@ -189,10 +227,11 @@ class Normalized(nn.Module):
 
 def sharded_with_fp32_norm() -> Any:
     model = Normalized()
-    norm = set(map(id, model.norm.parameters()))
+    norm_params = list(model.norm.parameters())
 
     def override(param: Tensor) -> torch.dtype | None:
-        return F32 if id(param) in norm else None
+        is_of_norm = any(param is norm_param for norm_param in norm_params)
+        return F32 if is_of_norm else None
 
     policy = MixedPrecisionPolicy(BF16, F32, param_dtype_override_fn=override)
     return fully_shard(model, mp_policy=policy)
@@ -203,76 +242,106 @@ def sharded_with_fp32_norm() -> Any:
 def test_a_parameter_is_gathered_in_the_dtype_of_its_override():
     layers = sharded_with_fp32_norm()
     unit = FSDPUnit(layers)
-    foretold = [unit.param_dtype_of(param) for param in layers.parameters()]
+    predicted = [unit.param_dtype_of(param) for param in layers.parameters()]
     layers.unshard()
-    assert foretold == [BF16, BF16, F32, F32]
-    assert [param.dtype for param in layers.parameters()] == foretold
+    assert predicted == [BF16, BF16, F32, F32]
+    assert [param.dtype for param in layers.parameters()] == predicted
 
 
 @since_2_15
 @on_ranks(2)
-def test_a_unit_with_an_override_is_reduced_through_the_wire():
+def test_a_unit_with_an_override_is_reduced_through_the_hook():
     layers = sharded_with_fp32_norm()
     plain = sharded_with_fp32_norm()
-    state = register_comm_hook(layers, "fp16", param_format="int8")
-    inputs = torch.randn(6, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    hook = register_comm_hook(layers, "fp16", param_format="int8")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(6, 64, generator=generator)
     for model in (layers, plain):
-        (model(inputs) ** 2 * inputs).mean().backward()
-    assert state.stats().exchanges == 1
-    assert "weights gathered uncompressed: of several dtypes" in str(state.stats())
+        outputs = model(inputs)
+        (outputs.square() * inputs).mean().backward()
+    assert hook.stats().exchanges == 1
+    assert "weights gathered uncompressed: of several dtypes" in str(hook.stats())
     assert relative(full_gradients(layers), full_gradients(plain)) < ERRORS["fp16"]
+
+
+# -- gradients of FSDP2 ----------------------------------------------------------------------------
 
 
 @since_2_15
 @on_ranks(2)
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("wire", ["fp16", "int8"])
-def test_a_backward_pass_that_the_user_finalizes_is_reduced_through_the_wire(wire, async_op):
+@pytest.mark.parametrize(("format", "bound"), [("fp16", ERRORS["fp16"]), ("int8", 2e-2)])
+def test_a_backward_pass_that_the_user_finalizes_is_reduced_through_the_hook(
+    format, bound, async_op
+):
     model = sharded()
-    state = register_comm_hook(model, wire)
+    hook = register_comm_hook(model, format)
     model.set_manual_backward_finalization(True)
     for micro in range(3):
         model.set_requires_gradient_sync(False)
-        loss_of(model, dist.get_rank(), micro).backward()
-    assert not state.stats().exchanges
+        backward(model, micro)
+    assert not hook.stats().exchanges
     model.set_requires_gradient_sync(True)
     handle = model.finalize_backward(async_op=async_op)
     if async_op:
         handle.wait()
-    stats = state.stats()
+    stats = hook.stats()
     assert stats.exchanges >= 2
-    assert stats.exchanges + sum(stats.fallbacks.values()) == 3
-    assert error(model, 3) < (ERRORS["fp16"] if wire == "fp16" else 2e-2)
+    assert stats.exchanges + stats.fallbacks.total() == 3
+    assert error(model, 3) < bound
 
 
-@on_ranks("world")
-@pytest.mark.parametrize(
-    ("world", "name", "micros", "settings", "bound"),
-    [
-        (2, "fp16", 1, {}, ERRORS["fp16"]),
-        (4, "fp16", 1, {}, ERRORS["fp16"]),
-        (4, "bf16", 1, {}, ERRORS["bf16"]),
-        (2, "fp16", 3, {"reshard_after_forward": True}, ERRORS["fp16"]),
-        (2, "fp16", 3, {"reshard_after_forward": False}, ERRORS["fp16"]),
-        (2, "fp16", 1, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, ERRORS["fp16"]),
-        # torch's own group for reduce-scatters, of the same ranks.
-        pytest.param(2, "fp16", 1, {"separate": True}, ERRORS["fp16"], marks=newer_than_2_11),
-        # bf16's own error.
-        (2, "fp16", 1, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, 0.05),
-    ],
-)
-def test_fsdp2_averages_with_one_rounding(world, name, micros, settings, bound):
-    separate = settings.pop("separate", False)
+def check_average(
+    format: str = "fp16",
+    micros: int = 1,
+    bound: float = ERRORS["fp16"],
+    separate_group: bool = False,
+    **settings: Any,
+) -> None:
+    """Check the gradients of FSDP2 with these settings, synced in the last micro-batch."""
     model = sharded(**settings)
-    state = register_comm_hook(model, name)
-    if separate:
+    hook = register_comm_hook(model, format)
+    if separate_group:
         model.set_separate_reduce_scatter_group()
     for micro in range(micros):
         model.set_requires_gradient_sync(micro + 1 == micros)
-        loss_of(model, dist.get_rank(), micro).backward()
+        backward(model, micro)
     assert error(model, micros) < bound
     # The last layer's shards are too small to be fewer bytes in blocks.
-    assert state.stats().exchanges == 2, "one for each other module, however many microbatches"
+    assert hook.stats().exchanges == 2, "one for each other module, however many micro-batches"
+
+
+@on_ranks(2)
+def test_fsdp2_averages_with_one_rounding():
+    check_average()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("format", ["fp16", "bf16"])
+def test_fsdp2_averages_with_one_rounding_on_four_ranks(format):
+    check_average(format, bound=ERRORS[format])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_averages_micro_batches_with_one_rounding(reshard):
+    check_average(micros=3, reshard_after_forward=reshard)
+
+
+@on_ranks(2)
+def test_fsdp2_averages_offloaded_shards_with_one_rounding():
+    check_average(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+@newer_than_2_11
+@on_ranks(2)
+def test_fsdp2_averages_in_its_own_group_for_reduce_scatters_with_one_rounding():
+    check_average(separate_group=True)
+
+
+@on_ranks(2)
+def test_fsdp2_that_computes_in_bf16_averages_with_the_error_of_bf16():
+    check_average(bound=0.05, mp_policy=MixedPrecisionPolicy(BF16, F32))
 
 
 @on_ranks(2)
@@ -286,248 +355,325 @@ def test_fsdp2s_divide_factor_is_honoured_at_any_loss_scale(factor, force_sum, s
     for module in (model, model.first, model.second):
         module.set_gradient_divide_factor(factor)
         module.set_force_sum_reduction_for_comms(force_sum)
-    (loss_of(model, dist.get_rank()) * scale).backward()
-    assert error(model, factor=scale * dist.get_world_size() / factor) < ERRORS["fp16"]
+    loss = loss_of(model, dist.get_rank()) * scale
+    loss.backward()
+    expected_factor = scale * dist.get_world_size() / factor
+    assert error(model, factor=expected_factor) < ERRORS["fp16"]
+
+
+def check_average_of_replicas(hook: Any, model: Any, bound: float) -> None:
+    """Check the gradients of three micro-batches, of which the last one averages replicas."""
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        backward(model, micro)
+    assert error(model, 3) < bound
+    stats = hook.stats()
+    # Each of three modules has three reduce-scatters, and one average between replicas.
+    assert stats.exchanges + stats.fallbacks.total() == 3 * 3 + 3
+
+
+BOUNDS_OF_TWO_ROUNDINGS = [("fp16", 8e-4), ("int8", 4e-2)]
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("by_mesh", [False, True])
-@pytest.mark.parametrize(("wire", "bound"), [("fp16", 8e-4), ("int8", 4e-2)])
-def test_replicas_are_averaged_through_the_wire_once_a_step(wire, bound, by_mesh):
-    """Two replicas of two shards, by one mesh or by ``replicas=``."""
-    world = mesh((2, 2), ("replicate", "shard"))
-    model = sharded(mesh=world if by_mesh else world["shard"])
-    replicas = None if by_mesh else world["replicate"].get_group()
-    state = register_comm_hook(model, wire, replicas=replicas)
-    for micro in range(3):
-        model.set_requires_all_reduce(micro == 2)
-        loss_of(model, dist.get_rank(), micro).backward()
-    assert error(model, 3) < bound
-    stats = state.stats()
-    # Of each of three modules three reduce-scatters, and one average between replicas.
-    assert stats.exchanges + sum(stats.fallbacks.values()) == 3 * 3 + 3
+@pytest.mark.parametrize(("format", "bound"), BOUNDS_OF_TWO_ROUNDINGS)
+def test_replicas_of_a_mesh_are_averaged_once_a_step(format, bound):
+    model = sharded(mesh=mesh((2, 2), ("replicate", "shard")))
+    hook = register_comm_hook(model, format)
+    check_average_of_replicas(hook, model, bound)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("format", "bound"), BOUNDS_OF_TWO_ROUNDINGS)
+def test_replicas_of_a_process_group_are_averaged_once_a_step(format, bound):
+    device_mesh = mesh((2, 2), ("replicate", "shard"))
+    model = sharded(mesh=device_mesh["shard"])
+    hook = register_comm_hook(model, format, replicas=device_mesh["replicate"].get_group())
+    check_average_of_replicas(hook, model, bound)
 
 
 @on_ranks(2)
-def test_what_rounding_takes_of_shards_comes_back():
-    model, found = sharded(), []
+def test_rounding_errors_of_shards_are_fed_back():
+    model = sharded()
     register_comm_hook(model, "int8")
+    errors = []
     for step in range(1, 17):
-        # Gradients add up where they are.
-        loss_of(model, dist.get_rank()).backward()
-        found.append(error(model, factor=step))
-    assert 2e-2 > found[0] > 5 * found[-1]
+        # Gradients add up in ``param.grad``.
+        backward(model)
+        errors.append(error(model, factor=step))
+    assert 2e-2 > errors[0] > 5 * errors[-1]
 
 
 @on_ranks(4)
-def test_what_rounding_takes_comes_back_to_the_part_of_a_shard_that_it_was_taken_of():
-    size, width = dist.get_world_size(), 600
+def test_a_rounding_error_is_fed_back_to_its_own_part_of_a_shard():
+    width = 600
     layer = fully_shard(nn.Linear(width, width, bias=False))
     register_comm_hook(layer, "int8")
-    everyone = torch.randn(size, width, width, generator=torch.Generator().manual_seed(0))
-    found = []
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(4, width, width, generator=generator)
+    errors = []
     for step in range(1, 11):
-        # Gradients add up where they are.
-        (layer(torch.eye(width)) * everyone[dist.get_rank()].T).sum().backward()
-        found.append(relative(layer.weight.grad.full_tensor(), everyone.mean(0) * step))
-    assert 2e-2 > found[0] > 5 * found[-1]
+        # Gradients add up in ``param.grad``.
+        output = layer(torch.eye(width))
+        (output * grads[dist.get_rank()].T).sum().backward()
+        errors.append(relative(layer.weight.grad.full_tensor(), grads.mean(0) * step))
+    assert 2e-2 > errors[0] > 5 * errors[-1]
+
+
+# -- weights of FSDP2 ------------------------------------------------------------------------------
 
 
 @on_ranks("world")
 @pytest.mark.parametrize(
-    ("world", "hosts", "wire", "bound"),
+    ("world", "hosts", "format", "bound"),
     [(2, "ab", "int8", 2e-2), (2, "ab", "bf16", 5e-3), (4, "abba", "int8", 2e-2)],
 )
-def test_weights_are_gathered_through_the_wire_and_shards_stay_exact(world, hosts, wire, bound):
-    model, exact = sharded(), Net()
-    before = [p.to_local().clone() for p in model.parameters()]
+def test_weights_are_gathered_in_a_format_and_shards_stay_exact(world, hosts, format, bound):
+    model = sharded()
+    before = [param.to_local().clone() for param in model.parameters()]
     with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
-        state = register_comm_hook(model, "fp16", param_format=wire)
+        hook = register_comm_hook(model, "fp16", param_format=format)
     x = torch.randn(6, 37, generator=torch.Generator().manual_seed(0))
-    out, true = model(x).detach(), exact(x).detach()
-    loss_of(model, dist.get_rank()).backward()
-    assert state.stats().bytes_sent[f"{wire} weights"] > 0
-    assert 1e-5 < relative(out, true) < bound
-    assert agreed(out)
+    output = model(x).detach()
+    exact = Net()(x).detach()
+    backward(model)
+    assert hook.stats().bytes_sent[f"{format} weights"] > 0
+    assert 1e-5 < relative(output, exact) < bound
+    assert agreed(output)
     assert error(model) < 3 * bound
-    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+    for param, shard in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.to_local(), shard)
 
 
 @on_ranks(2)
-def test_weights_of_several_dtypes_are_gathered_as_they_are_and_counted():
+def test_weights_of_several_dtypes_are_gathered_uncompressed_and_counted():
     half = nn.Linear(64, 64).bfloat16().requires_grad_(False)
     layers = fully_shard(nn.Sequential(nn.Linear(64, 64), half))
-    state = register_comm_hook(layers, "fp16", param_format="int8")
+    hook = register_comm_hook(layers, "fp16", param_format="int8")
     layers.unshard()
-    assert "1 x weights gathered uncompressed: of several dtypes" in str(state.stats())
+    assert "1 x weights gathered uncompressed: of several dtypes" in str(hook.stats())
+
+
+# -- residuals of FSDP2 ----------------------------------------------------------------------------
+
+
+def residual_names(gathers_before: bool) -> set[str]:
+    """Return the names of residuals; a forward pass before registration may gather the root."""
+    model = sharded()
+    if gathers_before:
+        with torch.no_grad():
+            loss_of(model, 0)
+    hook = register_comm_hook(model, "int8")
+    loss_of(model, 0).backward()
+    return set(hook.state_dict()["residuals"])
 
 
 @on_ranks(2)
 def test_a_hook_that_is_registered_on_gathered_parameters_names_its_residuals():
-    """A forward pass alone leaves the parameters of the root gathered."""
-
-    def residual_names(gathers: bool) -> set[str]:
-        model = sharded()
-        if gathers:
-            with torch.no_grad():
-                loss_of(model, 0)
-        state = register_comm_hook(model, "int8")
-        loss_of(model, 0).backward()
-        return set(state.state_dict()["residuals"])
-
-    expected = residual_names(gathers=False)
+    expected = residual_names(gathers_before=False)
     assert expected
-    assert residual_names(gathers=True) == expected
+    assert residual_names(gathers_before=True) == expected
+
+
+def local_gradients(model: Any) -> list[Tensor]:
+    """Run a step, and return this rank's shards of its gradients."""
+    model.zero_grad()
+    backward(model)
+    return [param.grad.to_local() for param in model.parameters()]
 
 
 @on_ranks(2)
-def test_residuals_of_shards_go_on_to_the_bit_by_torchs_checkpoints(tmp_path):
-    def gradients(model: Any) -> list[Tensor]:
-        model.zero_grad()
-        loss_of(model, dist.get_rank()).backward()
-        return [p.grad.to_local() for p in model.parameters()]
-
-    whole, resumed = sharded(), sharded()
-    state, other = register_comm_hook(whole, "int8"), register_comm_hook(resumed, "int8")
+def test_residuals_of_shards_resume_bit_identical_from_torchs_checkpoints(tmp_path):
+    model = sharded()
+    hook = register_comm_hook(model, "int8")
     for _ in range(3):
-        gradients(whole)
+        local_gradients(model)
+    resumed = sharded()
+    resumed_hook = register_comm_hook(resumed, "int8")
+    saved = {"hook": resumed_hook.state_dict()}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch's own
-        checkpoint.save({"hook": state.state_dict()}, checkpoint_id=tmp_path)
-        saved = {"hook": other.state_dict()}
-        checkpoint.load(
-            saved, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True)
-        )
-    other.load_state_dict(saved["hook"])
-    assert all(map(torch.equal, gradients(whole), gradients(resumed)))
+        checkpoint.save({"hook": hook.state_dict()}, checkpoint_id=tmp_path)
+        checkpoint.load(saved, checkpoint_id=tmp_path, planner=planner)
+    resumed_hook.load_state_dict(saved["hook"])
+    assert all(map(torch.equal, local_gradients(model), local_gradients(resumed)))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("dtype", "why", "bound"),
-    [(None, "too few elements", 2 * ERRORS["fp16"]), (torch.bfloat16, "bfloat16", 3e-2)],
-)
-def test_replicate_is_hooked_and_a_small_layer_of_another_dtype_refuses_nothing(dtype, why, bound):
+# -- replicate, which has units as FSDP2 has -------------------------------------------------------
+
+
+def check_replicate(dtype: torch.dtype | None, bound: float, reason: str) -> None:
+    """Check the gradients of three units; the last one reduces in ``dtype`` and uncompressed."""
     from torch.distributed._composable import replicate_with_fsdp
 
-    model, over = Net(), mesh((dist.get_world_size(),), ("replicate",))
-    for each in (model.first, model.second):
-        replicate_with_fsdp.replicate(each, mesh=over)
-    policy = MixedPrecisionPolicy(dtype, dtype, output_dtype=torch.float32)
-    replicate_with_fsdp.replicate(model.last, mesh=over, mp_policy=policy)
-    state = register_comm_hook(model, "fp16")
-    loss_of(model, dist.get_rank()).backward()
+    model = Net()
+    device_mesh = mesh((2,), ("replicate",))
+    replicate_with_fsdp.replicate(model.first, mesh=device_mesh)
+    replicate_with_fsdp.replicate(model.second, mesh=device_mesh)
+    policy = MixedPrecisionPolicy(dtype, dtype, output_dtype=F32)
+    replicate_with_fsdp.replicate(model.last, mesh=device_mesh, mp_policy=policy)
+    hook = register_comm_hook(model, "fp16")
+    backward(model)
     assert error(model) < bound
-    assert state.stats().exchanges == 2
-    (said,) = state.stats().fallbacks
-    assert why in said
+    assert hook.stats().exchanges == 2
+    (fallback,) = hook.stats().fallbacks
+    assert reason in fallback
+
+
+@on_ranks(2)
+def test_replicate_is_hooked_and_a_small_layer_is_not_compressed():
+    check_replicate(None, 2 * ERRORS["fp16"], "too few elements")
+
+
+@on_ranks(2)
+def test_replicate_is_hooked_although_a_small_layer_is_reduced_in_bf16():
+    check_replicate(BF16, 3e-2, "bfloat16")
 
 
 # -- FSDP1 -----------------------------------------------------------------------------------------
 
 
-def wrapped(**settings: Any) -> FullyShardedDataParallel:
-    model = Net()
-    settings = {"device_id": torch.device("cpu"), "use_orig_params": True, **settings}
-    for name in ("first", "second"):
-        setattr(model, name, FullyShardedDataParallel(getattr(model, name), **settings))
-    return FullyShardedDataParallel(model, **settings)
-
-
-@on_ranks("world")
-@pytest.mark.parametrize(
-    ("world", "hook", "strategy", "bound"),
-    [
-        (2, "register", "FULL_SHARD", ERRORS["fp16"]),
-        (2, "fp16", "SHARD_GRAD_OP", ERRORS["fp16"]),
-        (4, "bf16", "FULL_SHARD", ERRORS["bf16"]),
-        # Without shards gradients are all-reduced, with two roundings.
-        (4, "fp16", "NO_SHARD", 2 * ERRORS["fp16"]),
-    ],
-)
-def test_fsdp1s_hooks_run_on_a_cpu(world, hook, strategy, bound):
+def in_fsdp1(strategy: str) -> FullyShardedDataParallel:
+    settings: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    settings["sharding_strategy"] = ShardingStrategy[strategy]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy", FutureWarning)
-        model = wrapped(sharding_strategy=ShardingStrategy[strategy])
-    if hook == "register":
-        register_comm_hook(model, "fp16")
-    else:
-        hooks = {"fp16": fsdp_fp16_compress_hook, "bf16": fsdp_bf16_compress_hook}
-        model.register_comm_hook(LowPrecisionState(model.process_group), hooks[hook])
-    loss_of(model, dist.get_rank()).backward()
+        model = Net()
+        model.first = FullyShardedDataParallel(model.first, **settings)
+        model.second = FullyShardedDataParallel(model.second, **settings)
+        return FullyShardedDataParallel(model, **settings)
+
+
+@on_ranks(2)
+def test_a_registered_hook_of_fsdp1_averages_with_one_rounding():
+    model = in_fsdp1("FULL_SHARD")
+    register_comm_hook(model, "fp16")
+    backward(model)
+    assert error(model) < ERRORS["fp16"]
+
+
+def check_hook_of_torchs_name(hook: Any, strategy: str, bound: float) -> None:
+    model = in_fsdp1(strategy)
+    model.register_comm_hook(LowPrecisionState(model.process_group), hook)
+    backward(model)
     assert error(model) < bound
+
+
+@on_ranks(2)
+def test_the_fp16_hook_of_fsdp1_runs_on_a_cpu():
+    check_hook_of_torchs_name(fsdp_fp16_compress_hook, "SHARD_GRAD_OP", ERRORS["fp16"])
+
+
+@on_ranks(4)
+def test_the_bf16_hook_of_fsdp1_runs_on_a_cpu():
+    check_hook_of_torchs_name(fsdp_bf16_compress_hook, "FULL_SHARD", ERRORS["bf16"])
+
+
+@on_ranks(4)
+def test_the_fp16_hook_of_fsdp1_all_reduces_without_shards():
+    """Without shards there are two roundings."""
+    check_hook_of_torchs_name(fsdp_fp16_compress_hook, "NO_SHARD", 2 * ERRORS["fp16"])
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("dtype", "parameter_type", "bound"),
+    ("dtype", "param_dtype", "bound"),
     [
-        (torch.float32, torch.float64, ERRORS["fp16"]),
-        (torch.float32, torch.bfloat16, 4e-3),
-        # Gradients of two bytes go as they are, and are added up in fp16.
-        (torch.float16, torch.float64, 1e-3),
+        (F32, torch.float64, ERRORS["fp16"]),
+        (F32, BF16, 4e-3),
+        # Gradients of two bytes are sent uncompressed, and are added up in fp16.
+        (F16, torch.float64, 1e-3),
     ],
 )
-def test_the_hook_casts_to_the_parameters_dtype(dtype, parameter_type, bound):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    values = torch.randn(world, world * 700, generator=torch.Generator().manual_seed(0)).to(dtype)
-    state = LowPrecisionState(dist.group.WORLD, parameter_type)
-    state.gradient_predivide_factor, state.gradient_postdivide_factor = 1.0, 7.0
+def test_the_hook_casts_to_the_parameters_dtype(dtype, param_dtype, bound):
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(4, 4, 700, generator=generator).to(dtype)
+    state = LowPrecisionState(dist.group.WORLD, param_dtype)
+    state.gradient_predivide_factor = 1.0
+    state.gradient_postdivide_factor = 7.0
+    rank = dist.get_rank()
     output = torch.empty(700, dtype=dtype)
-    fsdp_fp16_compress_hook(state, values[rank].clone(), output)
-    assert output.dtype == parameter_type
-    assert relative(output.double(), values.double().sum(0)[rank * 700 :][:700] / 7) < bound
+    fsdp_fp16_compress_hook(state, grads[rank].flatten().clone(), output)
+    assert output.dtype == param_dtype
+    exact = grads.double().sum(0)[rank] / 7
+    assert relative(output.double(), exact) < bound
 
 
 # -- memory beyond torch's own reduction -----------------------------------------------------------
 
 WIDTH = 1400
+GRADIENT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that were there at once of what this thread allocated."""
+class PeakMemory(TorchDispatchMode):
+    """Measures the most bytes of tensors, allocated by this thread, that were alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.peak = 0
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)):
-            if storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._sizes.pop, storage._cdata)
-        self.most = max(self.most, sum(self._sizes.values()))
-        return out
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return outputs
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            weakref.finalize(storage, self._sizes.pop, key)
 
 
-def _peak(wire: str | None, ranks_per_host: int | None, gather: str | None = None) -> int:
+def run_at_once(_: ThreadPoolExecutor, function: Callable[..., object], *args: object) -> None:
+    """Run a submitted function in the calling thread."""
+    function(*args)
+
+
+def peak_of_backward(format: str | None, **options: Any) -> int:
+    """Return the peak memory of the second backward pass, with a hook if there is a format."""
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(WIDTH, WIDTH))  # over all ranks
-    if wire is not None:
-        register_comm_hook(model, wire, ranks_per_host=ranks_per_host, param_format=gather)
-    peak = Peak()
-    # What lanes allocate is counted in this thread alone.
-    here = patch.object(ThreadPoolExecutor, "submit", _at_once)
-    for _ in range(2):  # With what stays from the first pass on.
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    if format is not None:
+        register_comm_hook(model, format, **options)
+    memory = PeakMemory()
+    # Allocations of lanes are counted in this thread alone.
+    lanes = patch.object(ThreadPoolExecutor, "submit", run_at_once)
+    # The second pass has the buffers that stay from the first.
+    for _ in range(2):
         loss = model(torch.ones(2, WIDTH)).sum()
-        with peak, here:
+        with memory, lanes:
             loss.backward()
-    return peak.most
+    return memory.peak
 
 
-def _at_once(_: ThreadPoolExecutor, function: Callable[..., object], *arguments: object) -> None:
-    function(*arguments)
+def check_memory(format: str, residuals: float, **options: Any) -> None:
+    """Check the memory of a hook beyond torch's reduction.
+
+    Args:
+        format: The format of gradients.
+        residuals: The share of the gradients that residuals take.
+        options: Other arguments of the hook.
+    """
+    additional = peak_of_backward(format, **options) - peak_of_backward(None)
+    assert additional <= (residuals + 0.25) * GRADIENT_BYTES
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("ranks_per_host", [None, 2])
-# Residuals are those gradients that a rank sends: all, or half of them on hosts of two.
-@pytest.mark.parametrize(("wire", "gather", "kept"), [("fp16", None, 0.0), ("int8", "int8", 1.0)])
-def test_shards_are_reduced_in_a_quarter_of_their_gradients_memory_beyond_residuals(
-    wire, gather, kept, ranks_per_host
-):
-    """Beyond torch's default."""
-    more = _peak(wire, ranks_per_host, gather) - _peak(None, None)
-    allowed = kept / (ranks_per_host or 1) + 0.25
-    assert more <= allowed * 4 * (WIDTH * WIDTH + WIDTH)
+def test_shards_are_reduced_in_a_quarter_of_their_gradients_memory(ranks_per_host):
+    check_memory("fp16", residuals=0.0, ranks_per_host=ranks_per_host)
+
+
+@on_ranks(4)
+def test_residuals_take_the_memory_of_all_gradients_on_one_host():
+    check_memory("int8", residuals=1.0, param_format="int8")
+
+
+@on_ranks(4)
+def test_residuals_take_the_memory_of_half_of_the_gradients_on_two_hosts():
+    """A rank sends half of its gradients between the hosts."""
+    check_memory("int8", residuals=0.5, param_format="int8", ranks_per_host=2)

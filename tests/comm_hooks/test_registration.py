@@ -1,8 +1,9 @@
-"""One call for every wrapper: what it refuses, on every rank alike."""
+"""Registration of a hook: one call for every wrapper, and the same refusals on every rank."""
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,81 +35,152 @@ from tests.comm_hooks.training import (
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh, subgroup
 
-
-def _registered(wrapper: str) -> tuple[Any, dict[str, Any]]:
-    model, options = spread(wrapper)
-    comm_hooks.register_comm_hook(model, **options)
-    return model, options
-
-
-def _with_a_users_hook() -> tuple[Any, dict[str, Any]]:
-    model, options = spread("HSDP")
-    model.set_all_reduce_hook(lambda shard: None)
-    return model, options
-
-
-def _hybrid() -> tuple[Any, dict[str, Any]]:
-    over = mesh((1, dist.get_world_size()), ("replicate", "shard"))
-    return spread("FSDP1", sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=over)
-
-
 HALF, BF16 = torch.float16, torch.bfloat16
-# What is said of a model and of the arguments beside it.
-MISFITS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    "There is no communication format 'fp12'": lambda: (spread("DDP")[0], {"format": "fp12"}),
-    "cannot give OrderedDict a communication hook": lambda: (mlp(*WIDTHS).state_dict(), {}),
-    "cannot give Sequential a communication hook": lambda: (mlp(*WIDTHS), {}),
-    "replicas and param_format are for a model that fully_shard was applied to": lambda: (
-        spread("DDP")[0],
-        {"replicas": dist.group.WORLD},
-    ),
-    "takes 2.01 bytes an element, and gradients are reduced in torch.float16": lambda: (
-        DistributedDataParallel(mlp(*WIDTHS).half()),
-        {},
-    ),
-    "This DistributedDataParallel has a communication hook already": lambda: _registered("DDP"),
-    "reduced in torch.float16, which takes 2: choose no hook, or reduce in": lambda: spread(
-        "FSDP1", mixed_precision=MixedPrecision(param_dtype=HALF)
-    ),
-    "needs error feedback": lambda: (spread("FSDP1")[0], {"format": "int8"}),
-    "not supported for hybrid strategies": _hybrid,
-    "has a custom collective (CompressedReduceScatter) already": lambda: _registered("FSDP2"),
-    "reduced in torch.bfloat16, which takes 2: choose 'int8' or no hook": lambda: spread(
-        "FSDP2", mp_policy=MixedPrecisionPolicy(BF16, BF16)
-    ),
-    "format 'bf16' takes 2 bytes an element, and gradients are reduced in torch.float16": lambda: (
-        DistributedDataParallel(mlp(*WIDTHS).half()),
-        {"format": "bf16"},
-    ),
-    "not DeviceMesh; of a DeviceMesh give mesh.get_group()": lambda: (
-        spread("FSDP2")[0],
-        {"replicas": mesh((4,), ("all",))},
-    ),
-    "two-dimensional mesh": lambda: (spread("HSDP")[0], {"replicas": dist.group.WORLD}),
-    "FSDPSequential has an all-reduce hook already": _with_a_users_hook,
-}
+
+
+@contextlib.contextmanager
+def refused(text: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Check that the block raises an error with this text."""
+    with pytest.raises(kind, match=re.escape(text)):
+        yield
+
+
+def backward(model: Any, width: int = WIDTHS[0]) -> None:
+    model(inputs(0, width)).square().sum().backward()
+
+
+# -- formats ---------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("said", MISFITS)
-def test_what_does_not_fit_is_refused(said):
-    model, options = MISFITS[said]()
-    refused = (TypeError, ValueError, RuntimeError, AssertionError)  # the last is FSDP1's own
-    with pytest.raises(refused, match=re.escape(said)):
-        comm_hooks.register_comm_hook(model, **options)
+def test_an_unknown_format_is_refused():
+    model, _ = spread("DDP")
+    with refused("There is no communication format 'fp12'"):
+        comm_hooks.register_comm_hook(model, "fp12")
 
 
-def _with_two_meshes_in_a_module() -> Any:
-    """Linear layers of which the first is a unit, and the second has biases on another mesh."""
+class NarrowInt8(Int8Blocks):
+    """A format with a name of the library, and other arithmetic."""
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(CastFormat("fp8", torch.float8_e4m3fn), id="a new name"),
+        pytest.param(CastFormat("bf16", torch.float16), id="another dtype of a name"),
+        pytest.param(NarrowInt8(), id="another class of a name"),
+    ],
+)
+def test_a_format_of_the_users_own_is_refused(format):
+    with pytest.raises(ValueError, match=r"is not one of COMM_FORMATS.*: fp16, bf16, int8"):
+        comm_hooks.CommHook(format)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("format", COMM_FORMATS.values(), ids=list(COMM_FORMATS))
+def test_a_format_of_the_table_is_taken_for_its_name(format):
+    model = DistributedDataParallel(mlp(*WIDTHS))
+    with comm_hooks.CommHook(format) as hook:
+        model.register_comm_hook(hook, comm_hooks.fp16_compress_hook)
+        backward(model)
+        assert list(hook.stats().bytes_sent) == [format.name]
+
+
+@on_ranks(4)
+def test_a_hook_of_ddp_that_saves_nothing_is_refused():
+    model = DistributedDataParallel(mlp(*WIDTHS).half())
+    with refused("takes 2.01 bytes an element, and gradients are reduced in torch.float16"):
+        comm_hooks.register_comm_hook(model)
+
+
+@on_ranks(4)
+def test_a_cast_of_ddps_gradients_that_saves_nothing_is_refused():
+    model = DistributedDataParallel(mlp(*WIDTHS).half())
+    text = "format 'bf16' takes 2 bytes an element, and gradients are reduced in torch.float16"
+    with refused(text):
+        comm_hooks.register_comm_hook(model, format="bf16")
+
+
+@on_ranks(4)
+def test_a_hook_of_fsdp1_that_saves_nothing_is_refused():
+    model, _ = spread("FSDP1", mixed_precision=MixedPrecision(param_dtype=HALF))
+    with refused("reduced in torch.float16, which takes 2: choose no hook, or reduce in"):
+        comm_hooks.register_comm_hook(model)
+
+
+@on_ranks(4)
+def test_a_hook_of_fsdp2_that_saves_nothing_is_refused():
+    model, _ = spread("FSDP2", mp_policy=MixedPrecisionPolicy(BF16, BF16))
+    with refused("reduced in torch.bfloat16, which takes 2: choose 'int8' or no hook"):
+        comm_hooks.register_comm_hook(model)
+
+
+@on_ranks(4)
+def test_fsdp1_refuses_a_format_with_error_feedback():
+    model, _ = spread("FSDP1")
+    with refused("needs error feedback"):
+        comm_hooks.register_comm_hook(model, format="int8")
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_state_dict_is_refused():
+    with refused("cannot give OrderedDict a communication hook", TypeError):
+        comm_hooks.register_comm_hook(mlp(*WIDTHS).state_dict())
+
+
+@on_ranks(4)
+def test_a_model_without_a_wrapper_is_refused():
+    with refused("cannot give Sequential a communication hook", TypeError):
+        comm_hooks.register_comm_hook(mlp(*WIDTHS))
+
+
+@on_ranks(4)
+def test_a_second_hook_of_ddp_is_refused():
+    model, _ = spread("DDP")
+    comm_hooks.register_comm_hook(model)
+    with refused("This DistributedDataParallel has a communication hook already", RuntimeError):
+        comm_hooks.register_comm_hook(model)
+
+
+@on_ranks(4)
+def test_a_second_hook_of_fsdp2_is_refused():
+    model, _ = spread("FSDP2")
+    comm_hooks.register_comm_hook(model)
+    with refused("has a custom collective (CompressedReduceScatter) already"):
+        comm_hooks.register_comm_hook(model)
+
+
+@on_ranks(4)
+def test_a_hook_beside_the_users_own_of_hsdp_is_refused():
+    model, _ = spread("HSDP")
+    model.set_all_reduce_hook(lambda shard: None)
+    with refused("FSDPSequential has an all-reduce hook already"):
+        comm_hooks.register_comm_hook(model)
+
+
+@on_ranks(4)
+def test_hybrid_sharding_of_fsdp1_is_refused():
+    device_mesh = mesh((1, dist.get_world_size()), ("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model, _ = spread("FSDP1", sharding_strategy=strategy, device_mesh=device_mesh)
+    # FSDP1 itself raises AssertionError.
+    with refused("not supported for hybrid strategies", AssertionError):
+        comm_hooks.register_comm_hook(model)
+
+
+def with_two_meshes_in_a_module() -> Any:
+    """Return linear layers: the first is a unit, the second has biases on another mesh."""
     common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(common, "ShardPlacementResult"):
         pytest.skip("torch 2.11 takes one mesh for a module")
-    world = mesh((2, 2), ("replicate", "shard"))
-    halves = common.FSDPMeshInfo(world["shard"], shard_mesh_dim=0)
+    halves = common.FSDPMeshInfo(mesh((2, 2), ("replicate", "shard"))["shard"], shard_mesh_dim=0)
     everyone = common.FSDPMeshInfo(mesh((4,), ("all",)), shard_mesh_dim=0)
 
-    def place(parameter: Tensor) -> Any:
-        mesh_info = halves if parameter.dim() == 1 else everyone
+    def place(param: Tensor) -> Any:
+        mesh_info = halves if param.dim() == 1 else everyone
         return common.ShardPlacementResult(Shard(0), mesh_info)
 
     model = mlp(64, 64, 64)
@@ -121,98 +193,113 @@ def _with_two_meshes_in_a_module() -> Any:
     "options", [{}, {"format": "int8", "param_format": "int8"}], ids=["fp16", "int8"]
 )
 def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(options):
-    model, plain = _with_two_meshes_in_a_module(), _with_two_meshes_in_a_module()
+    model = with_two_meshes_in_a_module()
+    plain = with_two_meshes_in_a_module()
     with pytest.raises(ValueError, match=r"FSDPSequential has 2 groups .* fully_shard to a module"):
         comm_hooks.register_comm_hook(model, **options)
-    x = inputs(0, 64)
-    for each in (model, plain):
-        each(x).square().sum().backward()
+    backward(model, width=64)
+    backward(plain, width=64)
     # The blocks of any format would have rounded the gradients of the first layer.
     assert torch.equal(full_gradients(model), full_gradients(plain))
-
-
-class NarrowInt8(Int8Blocks):
-    """The name of a format of the library, and other arithmetic."""
-
-
-@pytest.mark.parametrize(
-    "wire",
-    [
-        CastFormat("fp8", torch.float8_e4m3fn),
-        CastFormat("bf16", torch.float16),
-        NarrowInt8(),
-    ],
-    ids=["a new name", "another dtype of a name", "another class of a name"],
-)
-def test_a_format_of_the_users_own_is_refused(wire):
-    with pytest.raises(ValueError, match=r"is not one of COMM_FORMATS.*: fp16, bf16, int8"):
-        comm_hooks.CommHook(wire)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("wire", COMM_FORMATS.values(), ids=list(COMM_FORMATS))
-def test_a_format_of_the_table_is_taken_for_its_name(wire):
-    model = DistributedDataParallel(mlp(*WIDTHS))
-    with comm_hooks.CommHook(wire) as hook:
-        model.register_comm_hook(hook, comm_hooks.fp16_compress_hook)
-        model(inputs(0, WIDTHS[0])).sum().backward()
-        assert list(hook.stats().bytes_sent) == [wire.name]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_compiled_model_is_registered_as_one_that_is_not(wrapper):
-    x, plain = inputs(0, WIDTHS[0]), DistributedDataParallel(mlp(*WIDTHS))
     # torch wants the first bucket to be the smallest.
-    model, _ = spread(wrapper, **({"bucket_cap_mb": 25} if wrapper == "DDP" else {}))
+    settings = {"bucket_cap_mb": 25} if wrapper == "DDP" else {}
+    model, _ = spread(wrapper, **settings)
+    plain = DistributedDataParallel(mlp(*WIDTHS))
     compiled = torch.compile(model, backend="aot_eager")
     comm_hooks.register_comm_hook(compiled, "fp16")
-    with warnings.catch_warnings(action="ignore"):  # of torch's own, about its graphs
-        for each in (plain, compiled):
-            each(x).square().sum().backward()
-    assert 0 < relative(full_gradients(model), full_gradients(plain)) <= BOUNDS["fp16"]
+    backward(plain)
+    with warnings.catch_warnings(action="ignore"):  # torch warns about its graphs
+        backward(compiled)
+    error = relative(full_gradients(model), full_gradients(plain))
+    assert 0 < error <= BOUNDS["fp16"]
 
 
-def _pair(pairs: list[list[int]]) -> Any:
-    """The group of two ranks that this rank is in."""
-    made = {tuple(pair): subgroup(pair) for pair in pairs}
-    return next(group for pair, group in made.items() if dist.get_rank() in pair)
+# -- replicas= -------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("whole", [False, True])
-def test_replicas_that_hold_other_shards_are_refused_on_all_ranks(whole):
+def test_replicas_of_a_model_in_ddp_are_refused():
+    model, _ = spread("DDP")
+    text = "replicas and param_format are for a model that fully_shard was applied to"
+    with refused(text):
+        comm_hooks.register_comm_hook(model, replicas=dist.group.WORLD)
+
+
+@on_ranks(4)
+def test_a_mesh_as_replicas_is_refused():
+    model, _ = spread("FSDP2")
+    with refused("not DeviceMesh; of a DeviceMesh give mesh.get_group()", TypeError):
+        comm_hooks.register_comm_hook(model, replicas=mesh((4,), ("all",)))
+
+
+@on_ranks(4)
+def test_replicas_beside_a_two_dimensional_mesh_are_refused():
+    model, _ = spread("HSDP")
+    with refused("two-dimensional mesh"):
+        comm_hooks.register_comm_hook(model, replicas=dist.group.WORLD)
+
+
+def group_of_this_rank(groups: list[list[int]]) -> Any:
+    """Make process groups, and return that of this rank."""
+    made = [subgroup(ranks) for ranks in groups]
+    for group, ranks in zip(made, groups, strict=True):
+        if dist.get_rank() in ranks:
+            return group
+    raise ValueError(f"rank {dist.get_rank()} is in none of {groups}")
+
+
+def check_wrong_replicas(replicas: Any, ranks: list[int]) -> None:
+    """Check that a group with the ranks of the shards is refused, and that the right one is not."""
     model, _ = spread("replicas")
-    group = dist.group.WORLD if whole else _pair([[0, 1], [2, 3]])
     shards = [0, 1] if dist.get_rank() < 2 else [2, 3]
-    given = [0, 1, 2, 3] if whole else shards
-    said = f"replicas holds ranks {given}, but FSDPSequential is sharded over ranks {shards}: "
-    with pytest.raises(ValueError, match=re.escape(said)):
-        comm_hooks.register_comm_hook(model, "fp16", replicas=group)
-    comm_hooks.register_comm_hook(model, "fp16", replicas=_pair([[0, 2], [1, 3]]))
+    text = f"replicas holds ranks {ranks}, but FSDPSequential is sharded over ranks {shards}: "
+    with refused(text):
+        comm_hooks.register_comm_hook(model, "fp16", replicas=replicas)
+    right = group_of_this_rank([[0, 2], [1, 3]])
+    comm_hooks.register_comm_hook(model, "fp16", replicas=right)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("wrapper", "other", "says"),
-    [
-        ("DDP", "int8", r":\n  rank 2: int8 for .*\n  ranks 0, 1, 3: fp16 for "),
-        *((wrapper, "fp61", "") for wrapper in ("DDP", "FSDP1", "FSDP2", "replicas")),
-    ],
-)
-def test_a_rank_that_registers_another_format_or_refuses_alone_keeps_no_other_waiting(
-    wrapper, other, says
-):
+def test_all_ranks_as_replicas_are_refused():
+    check_wrong_replicas(dist.group.WORLD, [0, 1, 2, 3])
+
+
+@on_ranks(4)
+def test_the_ranks_of_the_shards_as_replicas_are_refused():
+    group = group_of_this_rank([[0, 1], [2, 3]])
+    check_wrong_replicas(group, dist.get_process_group_ranks(group))
+
+
+# -- ranks that differ -----------------------------------------------------------------------------
+
+NONE_WAS_REGISTERED = "The ranks register different communication hooks, and none was registered"
+
+
+@on_ranks(4)
+def test_a_rank_that_registers_another_format_is_named_on_every_rank():
+    model, _ = spread("DDP")
+    format = "int8" if dist.get_rank() == 2 else "fp16"
+    formats = r":\n  rank 2: int8 for .*\n  ranks 0, 1, 3: fp16 for "
+    with pytest.raises(RankMismatchError, match=NONE_WAS_REGISTERED + formats):
+        comm_hooks.register_comm_hook(model, format)
+    # The failed call has registered nothing.
+    comm_hooks.register_comm_hook(model, "fp16")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2", "replicas"])
+def test_a_rank_that_refuses_alone_keeps_no_other_rank_waiting(wrapper):
     model, options = spread(wrapper)
-    odd = dist.get_rank() == 2
-    error, says = (
-        RankMismatchError,
-        rf"The ranks register different communication hooks, and none was registered{says}",
-    )
-    if other == "fp61" and odd:
-        error, says = ValueError, "There is no communication format 'fp61'"
-    with pytest.raises(error, match=says):
-        comm_hooks.register_comm_hook(model, other if odd else "fp16", **options)
-    comm_hooks.register_comm_hook(
-        model, "fp16", **options
-    )  # Nothing was registered by the failed call.
+    if dist.get_rank() == 2:
+        with refused("There is no communication format 'fp61'"):
+            comm_hooks.register_comm_hook(model, "fp61", **options)
+    else:
+        with refused(NONE_WAS_REGISTERED, RankMismatchError):
+            comm_hooks.register_comm_hook(model, "fp16", **options)
+    # The failed call has registered nothing.
+    comm_hooks.register_comm_hook(model, "fp16", **options)

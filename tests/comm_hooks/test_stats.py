@@ -1,6 +1,5 @@
-"""Bytes that a hook sends: as its stats count them, and never more than gradients have."""
+"""The bytes that a hook sends: its stats count them, and gradients never have fewer."""
 
-import itertools
 import random
 from collections import Counter
 
@@ -14,8 +13,10 @@ from distamp.comm_hooks import COMM_FORMATS, HookStats
 from distamp.comm_hooks.collectives import LayoutBuilder
 from tests.on_ranks import on_ranks
 
+# -- the text ------------------------------------------------------------------------------------
 
-def test_a_value_that_reads_as_a_line():
+
+def test_stats_read_as_a_line():
     stats = HookStats(
         exchanges=12,
         bytes_sent=Counter({"fp16": 51_000_000, "bf16": 500}),
@@ -29,80 +30,129 @@ def test_a_value_that_reads_as_a_line():
         "waited 1.23 s; two levels: 2 hosts of 4 ranks; "
         "4 x sparse gradient all-reduced as it is"
     )
+
+
+def test_stats_without_an_exchange():
     assert str(HookStats()) == "no gradient was sent in a compressed format"
-    line = str(HookStats(left_off="hosts have from 1 to 3 ranks"))
-    assert line == "the hook was left off: hosts have from 1 to 3 ranks"
-    line = str(HookStats(fallbacks=Counter({"other way": 2})))
-    assert line == "no gradient was sent in a compressed format; 2 x other way"
 
 
-def sent(numel: int, wire: str, ranks_per_host: int) -> HookStats:
-    model = DistributedDataParallel(nn.Linear(numel, 1, bias=False), bucket_cap_mb=100)
-    state = comm_hooks.register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
-    model(torch.ones(1, numel)).sum().backward()
-    return state.stats()
+def test_stats_of_a_hook_that_was_left_off():
+    stats = HookStats(left_off="hosts have from 1 to 3 ranks")
+    assert str(stats) == "the hook was left off: hosts have from 1 to 3 ranks"
 
 
-# A ring of 4 ranks sends 6 / 4 of the gradients for each, and visits each of 2 hosts once.
+def test_stats_with_fallbacks_alone():
+    stats = HookStats(fallbacks=Counter({"other way": 2}))
+    assert str(stats) == "no gradient was sent in a compressed format; 2 x other way"
+
+
+# -- bytes of an exchange ------------------------------------------------------------------------
+
+NUMEL = 1 << 18
+FP32_BYTES = 4 * NUMEL
+
+
+def stats_of_exchange(ranks_per_host: int) -> HookStats:
+    """Average NUMEL gradients in fp16 under DDP, and return the hook's stats."""
+    model = DistributedDataParallel(nn.Linear(NUMEL, 1, bias=False), bucket_cap_mb=100)
+    hook = comm_hooks.register_comm_hook(model, "fp16", ranks_per_host=ranks_per_host)
+    model(torch.ones(1, NUMEL)).sum().backward()
+    return hook.stats()
+
+
 @on_ranks(4)
-@pytest.mark.parametrize(("ranks_per_host", "share"), [(1, 6 / 4), (2, 6 / 4 / 2)])
-def test_bytes_are_counted_beside_those_of_a_ring(ranks_per_host, share):
-    stats, numel = sent(1 << 18, "fp16", ranks_per_host), 1 << 18
-    compressed = 6 / 4 if ranks_per_host == 1 else 2 / 2 / 2
-    assert stats.bytes_uncompressed == share * 4 * numel
-    assert stats.total_bytes == pytest.approx(0.502 * compressed * 4 * numel, rel=1e-3)
+def test_bytes_in_one_level_are_half_of_a_rings():
+    stats = stats_of_exchange(ranks_per_host=1)
+    # In a ring of 4 ranks each one sends 6 / 4 of the gradients.
+    assert stats.bytes_uncompressed == 6 / 4 * FP32_BYTES
+    assert stats.total_bytes == pytest.approx(0.502 * 6 / 4 * FP32_BYTES, rel=1e-3)
 
 
-# -- layouts: never more bytes than gradients are, and far fewer where there are many ------------
+@on_ranks(4)
+def test_bytes_in_two_levels_are_those_between_the_hosts():
+    stats = stats_of_exchange(ranks_per_host=2)
+    # The ring visits both hosts once, and between hosts a rank has half of the gradients.
+    assert stats.bytes_uncompressed == 6 / 4 / 2 * FP32_BYTES
+    assert stats.total_bytes == pytest.approx(0.502 * FP32_BYTES / 2, rel=1e-3)
 
-by_name = pytest.mark.parametrize("wire", list(COMM_FORMATS.values()), ids=lambda each: each.name)
+
+# -- layouts: never more bytes than gradients have, and far fewer where there are many -----------
+
 CPU = torch.device("cpu")
-RANKS = [(wide, here) for wide in (2, 3, 16, 128, 1024) for here in (1, 2, 8)]
 
 
-def slice_bytes(wire, layout):
-    """The bytes that a rank sends to another one."""
-    return sum(wire.row_bytes(256 * part.num_blocks) for part in layout.slices)
+def slice_bytes(format, layout):
+    """Return the bytes that a rank sends to another one."""
+    return sum(format.row_bytes(256 * part.num_blocks) for part in layout.slices)
 
 
-def bucket_share(wire, num_hosts, ranks_per_host, numels):
-    """The bytes that leave a host, divided by those of fp32 elements in a ring between hosts."""
-    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4, CPU).bucket()
+def bucket_share(format, num_hosts, ranks_per_host, numels):
+    """Return the bytes that leave a host, divided by the bytes of fp32 in a ring between hosts."""
+    builder = LayoutBuilder(format, num_hosts, ranks_per_host, numels, 4, CPU)
+    layout = builder.bucket()
     # A bucket without a layout is sent uncompressed.
     if layout is None:
         return 1.0
-    sent = num_hosts * ranks_per_host * slice_bytes(wire, layout)
-    return (sent + 4 * len(layout.uncompressed_index)) / (4 * sum(numels))
+    compressed = num_hosts * ranks_per_host * slice_bytes(format, layout)
+    uncompressed = 4 * len(layout.uncompressed_index)
+    return (compressed + uncompressed) / (4 * sum(numels))
 
 
-def shard_share(wire, num_hosts, ranks_per_host, numels):
-    ranks = range(num_hosts * ranks_per_host)
-    layout = LayoutBuilder(wire, num_hosts, ranks_per_host, numels, 4, CPU).shards(ranks)
+def shard_share(format, num_hosts, ranks_per_host, numels):
+    builder = LayoutBuilder(format, num_hosts, ranks_per_host, numels, 4, CPU)
+    layout = builder.shards(range(num_hosts * ranks_per_host))
     if layout is None:
         return 1.0
     # Uncompressed elements are all-reduced, which takes twice the bytes of a reduce-scatter.
-    sent = slice_bytes(wire, layout) + 8 * len(layout.uncompressed_index)
-    return sent / (4 * sum(numels))
+    uncompressed = 8 * len(layout.uncompressed_index)
+    return (slice_bytes(format, layout) + uncompressed) / (4 * sum(numels))
 
 
-@pytest.mark.parametrize("share", [bucket_share, shard_share])
-@by_name
-def test_nothing_grows_whatever_the_sizes_and_the_ranks(wire, share):
-    draw, worst = random.Random(0), 0.0
-    for (wide, here), count in itertools.product(RANKS, (1, 2, 30)):
-        for _ in range(4):
-            numels = [int(10 ** draw.uniform(0, 6)) for _ in range(count)]
-            if sum(numels) > 1_500_000:
-                continue
-            worst = max(worst, share(wire, wide, here, numels))
-        worst = max(worst, share(wire, wide, here, [1] * count))
-    assert worst <= 1.0
+def draw_sizes(draw, count):
+    """Draw sizes of up to a million elements, 1.5 million in all."""
+    while True:
+        numels = [int(10 ** draw.uniform(0, 6)) for _ in range(count)]
+        if sum(numels) <= 1_500_000:
+            return numels
 
 
-@pytest.mark.parametrize("share", [bucket_share, shard_share])
-@by_name
-def test_many_elements_among_which_some_are_few_take_the_formats_bytes(wire, share):
-    expected = wire.block_bytes / 1024
-    for wide, here in [(2, 1), (16, 1), (2, 8)]:
-        # Of a layer: a matrix, its bias, and scalars.
-        assert share(wire, wide, here, [1 << 20, 1024, 1, 1, 63]) <= 1.06 * expected
+by_format = pytest.mark.parametrize("format", COMM_FORMATS.values(), ids=list(COMM_FORMATS))
+by_share = pytest.mark.parametrize("share", [bucket_share, shard_share])
+
+
+def check_no_growth(format, share, num_hosts, draws):
+    """Check buckets of one, two and thirty parameters on hosts of one, two and eight ranks."""
+    draw = random.Random(num_hosts)
+    for ranks_per_host in (1, 2, 8):
+        for count in (1, 2, 30):
+            assert share(format, num_hosts, ranks_per_host, [1] * count) <= 1.0
+            for _ in range(draws):
+                numels = draw_sizes(draw, count)
+                assert share(format, num_hosts, ranks_per_host, numels) <= 1.0, numels
+
+
+@pytest.mark.parametrize("num_hosts", [2, 16, 1024])
+@by_share
+@by_format
+def test_a_format_never_sends_more_bytes_than_fp32(format, share, num_hosts):
+    check_no_growth(format, share, num_hosts, draws=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 3, 16, 128, 1024])
+@by_share
+@by_format
+def test_a_format_never_sends_more_bytes_than_fp32_in_many_draws(format, share, num_hosts):
+    check_no_growth(format, share, num_hosts, draws=4)
+
+
+@pytest.mark.parametrize(("num_hosts", "ranks_per_host"), [(2, 1), (16, 1), (2, 8)])
+@by_share
+@by_format
+def test_a_layer_with_scalars_takes_the_bytes_of_the_format(
+    format, share, num_hosts, ranks_per_host
+):
+    """A matrix with its bias and scalars takes at most 6 % more than the matrix alone."""
+    expected = format.block_bytes / 1024
+    numels = [1 << 20, 1024, 1, 1, 63]
+    assert share(format, num_hosts, ranks_per_host, numels) <= 1.06 * expected

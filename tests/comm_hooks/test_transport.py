@@ -1,4 +1,4 @@
-"""What carries messages: its threads and connections, until they are given back."""
+"""The transport of messages: its threads and connections, and how they end."""
 
 import gc
 import os
@@ -6,8 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ from tests.comm_hooks.training import inputs, mlp
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 
-ENDS = """
+ENDS_DURING_AN_EXCHANGE = """
 import time, torch
 import torch.distributed as dist
 from contextlib import suppress
@@ -32,12 +33,12 @@ from distamp.comm_hooks.transport import GlooTransport
 from distamp.comm_hooks.stats import HookStats
 
 class Slow:
-    # What the interpreter ends with.
+    # The interpreter deletes it at its end.
     def __del__(self, sleep=time.sleep):
         sleep(1)
 
 def waits(slot):
-    # In torch, as an exchange is.
+    # This function waits in torch, as an exchange does.
     with suppress(dist.DistStoreError):
         dist.HashStore().wait(["never"], timedelta(seconds=0.5))
     return torch.ones(1)
@@ -45,124 +46,159 @@ def waits(slot):
 torch.slow = Slow()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 topology = Topology(0, [[0]], "one rank", iter(["name"]))
-place = torch.device("cpu")
-transport = GlooTransport(topology, dist.group.WORLD, place, HookStats())
+device = torch.device("cpu")
+transport = GlooTransport(topology, dist.group.WORLD, device, HookStats())
 transport.submit(waits)
 """
 
 
 def test_a_process_ends_while_a_lane_is_still_in_torch():
-    command = [sys.executable, "-c", ENDS]
+    command = [sys.executable, "-c", ENDS_DURING_AN_EXCHANGE]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stderr == ""
+    assert ended.returncode == 0
 
 
-def _counts() -> tuple[int, int, int]:
-    """Threads, sockets and process groups of this process."""
-    links = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink())
-    threads = sum(each.name.startswith("distamp") for each in threading.enumerate())
+# -- threads and connections of a hook -------------------------------------------------------------
+
+
+class Resources(NamedTuple):
+    """Threads of distamp, sockets and process groups of this process."""
+
+    threads: int
+    sockets: int
+    groups: int
+
+
+def count_resources() -> Resources:
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("distamp")]
+    sockets = 0
+    for entry in os.scandir("/proc/self/fd"):
+        if entry.is_symlink() and os.readlink(entry.path).startswith("socket"):
+            sockets += 1
     groups = len(dist.distributed_c10d._world.pg_map)
-    return threads, sum(link.startswith("socket") for link in links), groups
+    return Resources(len(threads), sockets, groups)
 
 
-def _step(how: str) -> None:
-    model = DistributedDataParallel(mlp(31, 64, 5))
-    state = comm_hooks.register_comm_hook(model, "int8")
+def backward(model: Any) -> None:
     model(inputs(0, 31)).sum().backward()
-    if how == "closed":
-        state.close()
-        with pytest.raises(RuntimeError, match="was closed: wrap the model"):
-            model(inputs(0, 31)).sum().backward()
+
+
+def train_and_collect() -> None:
+    model = DistributedDataParallel(mlp(31, 64, 5))
+    comm_hooks.register_comm_hook(model, "int8")
+    backward(model)
+
+
+def train_and_close() -> None:
+    model = DistributedDataParallel(mlp(31, 64, 5))
+    hook = comm_hooks.register_comm_hook(model, "int8")
+    backward(model)
+    hook.close()
+    with pytest.raises(RuntimeError, match="was closed: wrap the model"):
+        backward(model)
+
+
+def resources_after(run: Callable[[], None], times: int, max_threads: int) -> Resources:
+    """Run a function some times, and wait until it has no more threads than ``max_threads``."""
+    for _ in range(times):
+        run()
+        gc.collect()
+    dist.barrier()
+    resources = count_resources()
+    # A thread may be the last to drop a hook. It ends a moment later.
+    for _ in range(50):
+        if resources.threads <= max_threads:
+            break
+        time.sleep(0.1)
+        resources = count_resources()
+    return resources
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["closed", "collected"])
-def test_threads_and_connections_are_given_back(how):
+@pytest.mark.parametrize("run", [train_and_close, train_and_collect])
+def test_a_hook_that_is_closed_or_collected_leaves_no_thread_and_no_connection(run):
     gc.collect()
-    before, found = _counts(), []
-    for times in (1, 8):
-        for _ in range(times):
-            _step(how)
-            gc.collect()
-        dist.barrier()
-        # The last to let go may be a thread, which ends a moment later.
-        for _ in range(50):
-            if (now := _counts())[0] <= before[0]:
-                break
-            time.sleep(0.1)
-        found.append(now)
-    assert found[0] == found[1]
-    assert found[0][0] <= before[0]  # a test before may still have had one
+    before = count_resources()
+    after_one = resources_after(run, times=1, max_threads=before.threads)
+    after_many = resources_after(run, times=3, max_threads=before.threads)
+    assert after_many == after_one
+    # An earlier test may still have had a thread before.
+    assert after_one.threads <= before.threads
 
 
 @on_ranks(2)
-def test_the_first_use_after_the_group_was_destroyed_gives_them_back():
+def test_a_hook_releases_its_threads_at_the_first_use_after_the_group_was_destroyed():
     gc.collect()  # hooks of tests before
-    threads = _counts()[0]
+    threads = count_resources().threads
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(mlp(31, 64, 5), process_group=group)
-    with comm_hooks.register_comm_hook(model, "fp16") as state:
-        model(inputs(0, 31)).sum().backward()
+    with comm_hooks.register_comm_hook(model, "fp16") as hook:
+        backward(model)
         dist.destroy_process_group(group)
         with pytest.raises(RuntimeError, match="group of this communication hook was destroyed"):
-            state.all_reduce_mean(torch.ones(3))
-    assert _counts()[0] == threads
+            hook.all_reduce_mean(torch.ones(3))
+    assert count_resources().threads == threads
 
 
 @on_ranks(2)
-def test_nobody_has_connected_before_all_have():
-    """Or one that lets go at once, as where torch refuses a hook, would fail the others."""
-    store, new = dist.distributed_c10d._get_default_store(), torch_private.new_communicator
+def test_no_rank_returns_from_registration_before_all_ranks_have_connected():
+    """Otherwise a rank that closes its hook at once would break the connections of the others."""
+    store = dist.distributed_c10d._get_default_store()
+    new_communicator = torch_private.new_communicator
 
-    def late(*given: Any) -> Any:
-        made = new(*given)
+    def connect_late(*args: Any) -> Any:
+        communicator = new_communicator(*args)
         if dist.get_rank() == 0:
             time.sleep(0.5)
             store.set("connected last", "")
-        return made
+        return communicator
 
-    with mock.patch.object(torch_private, "new_communicator", late):
+    with mock.patch.object(torch_private, "new_communicator", connect_late):
         comm_hooks.register_comm_hook(DistributedDataParallel(mlp(8, 8)), "fp16")
     assert store.check(["connected last"])
 
 
-class _Backend:
-    """What NCCL's would be: it keeps how it was made, and can be given back."""
+# -- NCCL, by a mock -------------------------------------------------------------------------------
 
-    made: ClassVar[list[tuple[Any, ...]]] = []
+
+class NcclBackend:
+    """Stands for NCCL's backend: it records its arguments and how often it was shut down."""
+
+    arguments: ClassVar[list[tuple[Any, ...]]] = []
 
     class Options:
         def __init__(self, is_high_priority_stream: bool) -> None:
             self.priority = is_high_priority_stream
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.made.append((rank, size, options.priority))
-        self.ends = 0
+        self.arguments.append((rank, size, options.priority))
+        self.shutdowns = 0
 
     def shutdown(self) -> None:
-        self.ends += 1
+        self.shutdowns += 1
 
 
 @on_ranks(3)
 def test_each_lane_and_level_has_its_own_communicator_of_high_priority_by_a_mock():
-    """Of a stage of two of three ranks, while the third makes none."""
-    group, rank = subgroup([0, 2]), dist.get_rank()
+    """Two of three ranks are a stage, and the third makes no communicator."""
+    group = subgroup([0, 2])
+    rank = dist.get_rank()
     if rank == 1:
         return
-    mocked = {"ProcessGroupNCCL": _Backend}
     with (
-        mock.patch.multiple(dist, create=True, **mocked),
+        mock.patch.object(dist, "ProcessGroupNCCL", NcclBackend, create=True),
         mock.patch.object(dist, "get_backend_config", return_value="meta:nccl"),
         mock.patch.object(torch_private, "_timeout_of", return_value=timedelta(seconds=9)),
         mock.patch.object(torch, "Stream", mock.MagicMock()) as stream,
     ):
         topology = Topology(group.rank(), [[0], [1]], "two hosts", iter(["name"]))
-        place = torch.device("meta")
-        made = transport.NcclTransport(topology, group, place, HookStats())
-        backends = list(made._backends.values())
-        made.close()
-    assert {call.kwargs["priority"] for call in stream.call_args_list} == {-1}
+        nccl = transport.NcclTransport(topology, group, torch.device("meta"), HookStats())
+        backends = list(nccl._backends.values())
+        nccl.close()
+    priorities = {call.kwargs["priority"] for call in stream.call_args_list}
+    assert priorities == {-1}
     # The stage's ranks alone, no split of the default group; none for a level of one rank.
     # Two slots, each with a communicator between hosts and one between all ranks.
-    assert _Backend.made == [(rank // 2, 2, True)] * 4
-    assert [each.ends for each in backends] == [1] * 4
+    assert NcclBackend.arguments == [(rank // 2, 2, True)] * 4
+    assert [backend.shutdowns for backend in backends] == [1] * 4
