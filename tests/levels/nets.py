@@ -1,4 +1,4 @@
-"""A small model of text and real text for it, shared by the tests beside this file."""
+"""A small model of text and real text for it, shared by the tests in this folder."""
 
 import inspect
 import textwrap
@@ -54,16 +54,17 @@ def loss_of(logits: Tensor, following: Tensor) -> Tensor:
 
 
 def llama(**settings: Any) -> Any:
-    """One layer of Llama, of sizes that take no time."""
+    """Return a Llama of one layer, of sizes that take no time."""
     transformers = pytest.importorskip("transformers")
-    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | heads | settings))
+    config = transformers.LlamaConfig(**sizes | heads | settings)
+    return transformers.LlamaForCausalLM(config)
 
 
 def values(module: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in module.parameters()]
+    return [param.detach().clone() for param in module.parameters()]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -71,43 +72,59 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def backward(amp: Amp, batch: tuple[Tensor, Tensor], factor: float = 1.0, **options: bool) -> float:
-    """Forward and backward as a user writes them; the loss."""
+    """Run a forward and a backward pass as a user writes them, and return the loss."""
+    context, following = batch
     with amp.autocast():
-        logits = amp.model(batch[0])
-    loss = loss_of(logits, batch[1]) * factor
+        logits = amp.model(context)
+    loss = loss_of(logits, following) * factor
     amp.backward(loss, **options)
     return loss.item()
 
 
-def train(amp: Amp, given: Iterable[Any], max_norm: float | None = None) -> list[float]:
-    """The losses of steps as a user writes them."""
+def train(amp: Amp, steps: Iterable[Any], max_norm: float | None = None) -> list[float]:
+    """Take a step for each batch as a user writes it, and return the losses."""
     losses = []
-    for batch in given:
+    for batch in steps:
         amp.zero_grad()
         losses.append(backward(amp, batch))
         amp.step(max_norm=max_norm)
     return losses
 
 
-def made_in(layout: str, level: str) -> Amp:
-    """A model at a level in a layout, in which its wrapper may cast by a policy of its own."""
-    kind, _, more = layout.partition(", ")
-    model: Any = net(batchnorm=False)
-    if more != "policy":
-        cast_model(model, level)
-    adams: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+def _wrap_with_optimizer(model: nn.Module, kind: str, policy: bool) -> tuple[Any, Any]:
+    """Return a wrapped model and its Adam, which ZeRO and OSS shard."""
+    settings: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
     if kind == "OSS":
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim.oss import OSS
 
-        optimizer: Any = OSS(model.parameters(), optim=torch.optim.Adam, **adams)
-        model = ShardedDataParallel(model, optimizer)
-    elif kind == "ZeRO":
+        oss = OSS(model.parameters(), optim=torch.optim.Adam, **settings)
+        return ShardedDataParallel(model, oss), oss
+    if kind == "ZeRO":
         model = wrapped(model, "DDP", None, "")
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **adams)
-    else:
-        model = wrapped(model, kind, torch.float16 if more == "policy" else None, "")
-        optimizer = adam(model)
-    settings: dict[str, Any] = {"init_scale": SCALE} if level in ("fp16", "fp16-O2") else {}
-    settings |= {"comm_hook": more.split()[0]} if "hook" in more else {}
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **settings)
+        return model, zero
+    model = wrapped(model, kind, torch.float16 if policy else None, "")
+    return model, adam(model)
+
+
+def amp_in(layout: str, level: str) -> Amp:
+    """Return an Amp over the net in a layout.
+
+    Args:
+        layout: A wrapper, as in ``"DDP"``. After a comma comes ``"policy"`` if the wrapper casts by
+            a policy, or the name of a hook, as in ``"DDP, fp16 hook"``.
+        level: The level.
+    """
+    kind, _, option = layout.partition(", ")
+    casts_by_policy = option == "policy"
+    model: Any = net(batchnorm=False)
+    if not casts_by_policy:
+        cast_model(model, level)
+    model, optimizer = _wrap_with_optimizer(model, kind, casts_by_policy)
+    settings: dict[str, Any] = {}
+    if level in ("fp16", "fp16-O2"):
+        settings["init_scale"] = SCALE
+    if option.endswith("hook"):
+        settings["comm_hook"] = option.split()[0]
     return initialize(model, optimizer, level, **settings)

@@ -23,17 +23,15 @@ pytest.importorskip("torchao")
 
 
 def layers() -> Any:
-    """Of every kind that conversion meets."""
-    kinds = {
-        "embedding": nn.Embedding(32, 32),
-        "first": nn.Linear(32, 64),
-        "router": nn.Linear(64, 16),
-        "odd": nn.Linear(64, 20),
-        "last": nn.Linear(64, 32),
-        "attention": nn.MultiheadAttention(64, 4),
-        "tied": nn.Linear(32, 32, bias=False),
-    }
-    model = nn.ModuleDict(kinds)
+    """Return layers of every kind, which conversion takes or leaves."""
+    model = nn.ModuleDict()
+    model["embedding"] = nn.Embedding(32, 32)
+    model["first"] = nn.Linear(32, 64)
+    model["router"] = nn.Linear(64, 16)
+    model["odd"] = nn.Linear(64, 20)
+    model["last"] = nn.Linear(64, 32)
+    model["attention"] = nn.MultiheadAttention(64, 4)
+    model["tied"] = nn.Linear(32, 32, bias=False)
     model["tied"].weight = model["embedding"].weight
     return model
 
@@ -46,10 +44,10 @@ def test_each_linear_layer_is_shown_with_why_it_does_not_compute_in_float8():
     model = layers()
     model["last"].register_forward_hook(lambda *_: None)
     set_module_precision(model["router"], "fp32")
-    before = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     cast_model(model, "fp8")
-    found = float8_layers(model)
-    assert found.pop("first") == "float8"
+    layers_with_reasons = float8_layers(model)
+    assert layers_with_reasons.pop("first") == "float8"
     reasons = {
         "router": "pinned to torch.float32",
         "odd": "multiples of 16",
@@ -57,46 +55,56 @@ def test_each_linear_layer_is_shown_with_why_it_does_not_compute_in_float8():
         "last": "hooks",
         "tied": "shares its weight",
     }
-    assert found.keys() == reasons.keys()
-    assert [name for name, words in reasons.items() if words not in found[name]] == []
-    assert all(before[name] is p for name, p in model.named_parameters()), "an optimizer holds them"
+    assert layers_with_reasons.keys() == reasons.keys()
+    for name, words in reasons.items():
+        assert words in layers_with_reasons[name]
+    for name, param in model.named_parameters():
+        assert param is params[name], "an optimizer holds the parameters"
 
 
-def test_a_pattern_leaves_layers_out_and_what_a_model_of_transformers_returns_is():
+def test_a_pattern_leaves_a_layer_out():
     model = cast_model(layers(), "fp8", module_precision={"first": "bf16"})
     assert "bfloat16" in float8_layers(model)["first"]
     assert float8_layers(model)["last"] == "float8"
-    owned = layers()
-    owned.get_output_embeddings = lambda: owned["last"]
-    owned._keep_in_fp32_modules = ["first"]
-    found = float8_layers(cast_model(owned, "fp8"))
-    assert (found["last"], found["first"], found["router"]) == (
-        "what the model returns",
-        "declared fp32 by its owner",
-        "float8",
-    )
+
+
+def test_the_head_and_the_fp32_modules_of_a_model_of_transformers_are_left_out():
+    model = layers()
+    model.get_output_embeddings = lambda: model["last"]
+    model._keep_in_fp32_modules = ["first"]
+    cast_model(model, "fp8")
+    assert float8_layers(model)["last"] == "what the model returns"
+    assert float8_layers(model)["first"] == "declared fp32 by its owner"
+    assert float8_layers(model)["router"] == "float8"
 
 
 @pytest.mark.parametrize("level", ["fp8", "fp8-rowwise"])
 def test_a_layer_takes_bf16_as_in_a_region_of_cudas(level):
-    model, seen = cast_model(cells.Net(), level), []
+    model = cast_model(cells.Net(), level)
     amp = initialize(model, sgd(model), level)
-    model.first.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    dtypes = []
+    model.first.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
+    inputs, _ = cells.batch()
     with amp.autocast():
-        amp.model(cells.batch()[0])
-    assert seen == [torch.bfloat16]
+        amp.model(inputs)
+    assert dtypes == [torch.bfloat16]
 
 
-def test_emulation_is_said_and_a_model_on_another_device_is_refused(caplog, monkeypatch):
+def test_emulation_is_logged(caplog):
     with caplog.at_level(logging.WARNING, "distamp.levels"):
-        model = cast_model(cells.Net(), "fp8")
-    assert ["emulated" in record.message for record in caplog.records] == [True]
+        cast_model(cells.Net(), "fp8")
+    (record,) = caplog.records
+    assert "emulated" in record.message
+
+
+def test_a_model_that_was_cast_on_another_device_is_refused(monkeypatch):
+    model = cast_model(cells.Net(), "fp8")
     monkeypatch.setattr(LinearRecipe, "has_kernels", lambda *_: True)
     with pytest.raises(ConfigError, match="Move the model to its device first"):
         initialize(model, sgd(model), "fp8")
 
 
-def test_weights_on_meta_will_be_where_a_device_is_whatever_torch_was_built_for(monkeypatch):
+def test_a_model_on_meta_is_emulated_if_torch_was_built_for_an_absent_accelerator(monkeypatch):
     monkeypatch.setattr(
         torch.accelerator,
         "current_accelerator",
@@ -107,9 +115,13 @@ def test_weights_on_meta_will_be_where_a_device_is_whatever_torch_was_built_for(
     assert cast_model(model, "fp8").first.config.emulate
 
 
-def test_a_layer_in_float8_cannot_be_pinned_and_without_torchao_there_is_none(monkeypatch):
+def test_a_layer_in_float8_cannot_be_pinned():
+    model = cast_model(cells.Net(), "fp8")
     with pytest.raises(ValueError, match="computes in float8"):
-        set_module_precision(cast_model(cells.Net(), "fp8").first, "fp32")
+        set_module_precision(model.first, "fp32")
+
+
+def test_without_torchao_there_is_no_layer_in_float8(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match=r"Install distamp\[fp8\]"):
         cast_model(cells.Net(), "fp8")
@@ -118,34 +130,49 @@ def test_a_layer_in_float8_cannot_be_pinned_and_without_torchao_there_is_none(mo
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("all_gather", "policy"),
-    [
-        (False, MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-        (True, MixedPrecisionPolicy()),
-    ],
-)
-def test_fsdp2_gathers_in_float8_where_it_is_asked_to_and_saves_plain_weights(all_gather, policy):
+def amp_in_fsdp2(all_gather: bool) -> Any:
+    """Return an Amp over the net in FSDP2, which gathers weights in float8 or in bfloat16."""
     level = PrecisionLevel.from_name("fp8").replace(float8_all_gather=all_gather)
     model: Any = cast_model(cells.Net(), level)
-    for part in (*model.children(), model):
-        fully_shard(part, mesh=mesh((2,), ("shard",)), mp_policy=policy)
-    amp = initialize(model, sgd(model), level)
-    x, target = (t.chunk(2)[dist.get_rank()] for t in cells.batch())
-    weights: list[str] = []
-    model.first.register_forward_pre_hook(lambda m, _: weights.append(type(m.weight).__name__))
+    policy = MixedPrecisionPolicy()
+    if not all_gather:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    device_mesh = mesh((2,), ("shard",))
+    for layer in model.children():
+        fully_shard(layer, mesh=device_mesh, mp_policy=policy)
+    fully_shard(model, mesh=device_mesh, mp_policy=policy)
+    return initialize(model, sgd(model), level)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("all_gather", [False, True])
+def test_fsdp2_gathers_in_float8_if_the_level_demands_it(all_gather):
+    amp = amp_in_fsdp2(all_gather)
+    types: set[str] = set()
+    amp.model.first.register_forward_pre_hook(
+        lambda module, args: types.add(type(module.weight).__name__)
+    )
+    inputs, targets = [tensor.chunk(2)[dist.get_rank()] for tensor in cells.batch()]
 
     def step() -> None:
         with amp.autocast():
-            loss = cells.loss_of(amp.model(x).float(), target)
-        amp.backward(loss)
+            output = amp.model(inputs)
+        amp.backward(cells.loss_of(output.float(), targets))
         assert amp.step(max_norm=1.0)
 
     violations = amp.check(step)
     assert not violations, str(violations)
-    assert {"Float8" in kind for kind in weights} == {all_gather}
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert {"Float8" in name for name in types} == {all_gather}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("all_gather", [False, True])
+def test_fsdp2_saves_plain_float32_weights(all_gather):
+    amp = amp_in_fsdp2(all_gather)
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(amp.model, options=options)
     if dist.get_rank() == 0:
-        cells.Net().load_state_dict(full)
-        assert {(type(value), value.dtype) for value in full.values()} == {(Tensor, torch.float32)}
+        cells.Net().load_state_dict(state)
+        for value in state.values():
+            assert type(value) is Tensor
+            assert value.dtype is torch.float32

@@ -1,6 +1,7 @@
-"""A frozen base in any dtype under adapters that train: each level beside float64."""
+"""A frozen base in any dtype under adapters that train: each level compared with float64."""
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import cast_model, initialize
 from distamp.errors import ConfigError
 from tests.levels import nets
-from tests.levels.cells import EPS, Adapted
+from tests.levels.cells import EPS, Adapted, trained_params
 from tests.levels.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
@@ -22,124 +23,190 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 BATCH = next(batches(1))
 
 
-def adapted(base: torch.dtype) -> nn.Module:
-    model = net(batchnorm=False).requires_grad_(False).to(base)
-    for name in ("hidden", "output"):
-        setattr(model, name, Adapted(getattr(model, name)))
-    return model
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trained_params(model), lr=0.1)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+# -- norms ---------------------------------------------------------------------------------------
+
+HALF_NORMS = {
+    "layer norm": functools.partial(nn.LayerNorm, 8),
+    "group norm": functools.partial(nn.GroupNorm, 2, 8),
+}
 
 
-def gradients(model: nn.Module, level: str) -> list[Tensor]:
-    optimizer = torch.optim.SGD(trained(model), lr=0.1)
-    scale: dict[str, Any] = {"init_scale": 2.0**8} if level in ("fp16", "fp16-O2") else {}
-    amp = initialize(model, optimizer, level, **scale)
-    with amp.autocast():
-        logits = amp.model(BATCH[0])
-    amp.backward(loss_of(logits, BATCH[1]))
-    amp.clip_grad_norm_(1e9)
-    found = [p.grad for p in amp.master_params(optimizer)]
-    assert amp.step()
-    return [getattr(g, "full_tensor", lambda g=g: g)().float() for g in found]
+def with_frozen_norm(norm: str, base: torch.dtype) -> nn.Sequential:
+    """Return a trained layer with a frozen norm in half precision."""
+    frozen = HALF_NORMS[norm]().to(base).requires_grad_(False)
+    return nn.Sequential(nn.Linear(8, 8), frozen)
 
 
-@pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
+@pytest.mark.parametrize("norm", HALF_NORMS)
 @pytest.mark.parametrize("base", [F16, BF16])
 @pytest.mark.parametrize("level", ["fp16", "bf16"])
-def test_a_frozen_half_norm_takes_whatever_a_region_gives_it(kind, base, level):
-    """As in a region on CUDA; torch's kernels for the CPU want weights of the input's dtype."""
-    model = nn.Sequential(nn.Linear(8, 8), kind().to(base).requires_grad_(False))
-    amp, x = initialize(model, torch.optim.SGD(trained(model), lr=0.1), level), torch.randn(4, 8)
+def test_a_frozen_half_norm_takes_any_dtype_in_a_region(norm, base, level):
+    """On CUDA, a region lets it; torch's kernels for the CPU want weights of the input's dtype."""
+    model = with_frozen_norm(norm, base)
+    amp = initialize(model, sgd(model), level)
+    exact_norm = copy.deepcopy(model[1]).float()
+    x = torch.randn(4, 8)
     with amp.autocast():
-        for given in (x, x.half(), x.bfloat16()):
-            assert torch.equal(amp.model[1](given), copy.deepcopy(model[1]).float()(given.float()))
-    batch = x, torch.zeros(4, dtype=torch.int64)
+        for inputs in (x, x.half(), x.bfloat16()):
+            output = amp.model[1](inputs)
+            assert torch.equal(output, exact_norm(inputs.float()))
+
+
+@pytest.mark.parametrize("norm", HALF_NORMS)
+@pytest.mark.parametrize("base", [F16, BF16])
+@pytest.mark.parametrize("level", ["fp16", "bf16"])
+def test_a_model_with_a_frozen_half_norm_keeps_its_contract(norm, base, level):
+    model = with_frozen_norm(norm, base)
+    amp = initialize(model, sgd(model), level)
+    batch = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
     assert not amp.check(lambda: nets.train(amp, [batch]))
 
 
-def test_half_norms_of_a_cast_model_bring_no_lists_which_compiled_code_could_not_follow():
+def test_half_norms_of_a_cast_model_need_no_op_lists():
+    """Compiled code could not follow op lists."""
     model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), "fp16-O3")
-    amp = initialize(model, torch.optim.SGD(trained(model), lr=0.1), "fp16-O3")
+    amp = initialize(model, sgd(model), "fp16-O3")
     assert amp.autocast().ops is None
 
 
+# -- adapters on a quantized base ----------------------------------------------------------------
+
+
 def quantized(base: torch.dtype) -> nn.Module:
-    """The adapted net with its frozen linear layers in int8, which give out ``base``."""
+    """Return an adapted net with frozen linear layers in int8, which return ``base``."""
     quantization = pytest.importorskip("torchao.quantization")
-    model = adapted(base)
-    quantization.quantize_(
-        model,
-        quantization.Int8WeightOnlyConfig(),
-        filter_fn=lambda m, _: isinstance(m, nn.Linear) and not m.weight.requires_grad,
-    )
+    model: Any = net(batchnorm=False).requires_grad_(False).to(base)
+    model.hidden = Adapted(model.hidden)
+    model.output = Adapted(model.output)
+
+    def is_frozen_linear(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and not module.weight.requires_grad
+
+    config = quantization.Int8WeightOnlyConfig()
+    quantization.quantize_(model, config, filter_fn=is_frozen_linear)
     return model
 
 
-def dequantized(model: nn.Module) -> list[Tensor]:
-    return [p.dequantize().double() for p in model.parameters() if hasattr(p, "qdata")]
+def is_quantized(param: Tensor) -> bool:
+    return hasattr(param, "qdata")
 
 
-@pytest.mark.parametrize(
-    ("level", "base"),
-    [("fp32", F32), ("fp16", F32), ("bf16", F32), ("fp16-O2", F32), ("bf16-O2", F32)]
-    + [("bf16", BF16), ("bf16-O2", BF16)],
-)
-def test_adapters_on_an_int8_base_train_and_the_base_stays_int8(level, base):
+def in_float64(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with dequantized parameters in float64."""
+    exact = copy.deepcopy(model)
+    for module in exact.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            value = param.dequantize() if is_quantized(param) else param
+            double = nn.Parameter(value.detach().double(), param.requires_grad)
+            module.register_parameter(name, double)
+    return exact
+
+
+def gradients_at_level(model: nn.Module, level: str) -> list[Tensor]:
+    """Take a step, and return the gradients that the optimizer got, in float32."""
+    optimizer = sgd(model)
+    settings: dict[str, Any] = {}
+    if level in ("fp16", "fp16-O2"):
+        settings["init_scale"] = 2.0**8
+    amp = initialize(model, optimizer, level, **settings)
+    context, following = BATCH
+    with amp.autocast():
+        logits = amp.model(context)
+    amp.backward(loss_of(logits, following))
+    amp.clip_grad_norm_(1e9)
+    grads = [param.grad.float() for param in amp.master_params(optimizer)]
+    assert amp.step()
+    return grads
+
+
+def relative_error(tensor: Tensor, exact: Tensor) -> float:
+    return float((tensor - exact).norm() / exact.norm())
+
+
+FLOAT32_AND_BFLOAT16_BASES = [
+    ("fp32", F32),
+    ("fp16", F32),
+    ("bf16", F32),
+    ("fp16-O2", F32),
+    ("bf16-O2", F32),
+    ("bf16", BF16),
+    ("bf16-O2", BF16),
+]
+
+
+@pytest.mark.parametrize(("level", "base"), FLOAT32_AND_BFLOAT16_BASES)
+def test_adapters_on_an_int8_base_get_the_gradients_of_float64(level, base):
     model = quantized(base)
-    exact, before = copy.deepcopy(model), dequantized(model)
-    for part in exact.modules():
-        for name, parameter in [*part.named_parameters(recurse=False)]:
-            value = parameter.dequantize() if hasattr(parameter, "qdata") else parameter
-            double = nn.Parameter(value.detach().double(), parameter.requires_grad)
-            part.register_parameter(name, double)
-    loss_of(exact(BATCH[0]), BATCH[1]).backward()
-    for found, parameter in zip(gradients(model, level), trained(exact), strict=True):
-        wanted = parameter.grad.float()  # type: ignore[union-attr]
-        assert (found - wanted).norm() < 8 * EPS[BF16] * wanted.norm()
-    after = dequantized(model)
+    exact = in_float64(model)
+    context, following = BATCH
+    loss_of(exact(context), following).backward()
+    grads = gradients_at_level(model, level)
+    for grad, param in zip(grads, trained_params(exact), strict=True):
+        assert relative_error(grad, param.grad.float()) < 8 * EPS[BF16]
+
+
+@pytest.mark.parametrize(("level", "base"), FLOAT32_AND_BFLOAT16_BASES)
+def test_an_int8_base_stays_int8_in_a_step(level, base):
+    model = quantized(base)
+    before = [param.dequantize().double() for param in model.parameters() if is_quantized(param)]
+    gradients_at_level(model, level)
+    after = [param.dequantize().double() for param in model.parameters() if is_quantized(param)]
     assert len(after) == 2
-    for one, other in zip(before, after, strict=True):
-        assert (one - other).norm() < EPS[BF16] * one.norm()  # the scales may be cast
+    for weight, exact in zip(after, before, strict=True):
+        assert relative_error(weight, exact) < EPS[BF16]  # the scales may be cast
 
 
 @pytest.mark.parametrize("level", ["fp32", "fp16-O2"])
-def test_an_int8_base_that_gives_another_dtype_than_the_levels_is_refused(level):
+def test_an_int8_base_that_returns_another_dtype_than_the_levels_is_refused(level):
+    model = quantized(BF16)
     with pytest.raises(ConfigError, match="Use bf16"):
-        gradients(quantized(BF16), level)
+        initialize(model, sgd(model), level)
 
 
-# -- peft's LoRA and DoRA: trained on two ranks, saved and resumed ---------------------------------
+# -- peft's LoRA and DoRA: trained on two ranks, saved and resumed -------------------------------
 
 STEPS = 4
 IDS = torch.randint(0, 32, (STEPS, 4, 8), generator=torch.Generator().manual_seed(0))
 
 
-def llama_adapted(dora: bool, base: torch.dtype = BF16) -> Any:
+def adapted_llama(dora: bool, base: torch.dtype) -> Any:
+    """Return a Llama with adapters, and with the same weights in any base."""
     import peft
 
     model = llama().to(BF16).to(base)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=dora)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that transformers has given new ones
+        # peft reads names that transformers has replaced.
+        warnings.simplefilter("ignore")
         return peft.get_peft_model(model, lora)
 
 
-def made(layout: str, level: str, dora: bool) -> Any:
-    model = llama_adapted(dora)
-    if layout == "DDP":
-        model = DistributedDataParallel(cast_model(model, level))
-    else:
-        policy = MixedPrecisionPolicy(BF16 if level == "bf16-O2" else None, F32)
-        for part in (*model.base_model.model.model.layers, model):
-            fully_shard(part, mesh=mesh((2,), ("shard",)), mp_policy=policy)
-    return initialize(model, torch.optim.AdamW(trained(model), lr=0.01), level)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained_params(model), lr=0.01)
+
+
+def lora_in_ddp() -> Any:
+    model = cast_model(adapted_llama(False, BF16), "bf16-O2")
+    model = DistributedDataParallel(model)
+    return initialize(model, adamw(model), "bf16-O2")
+
+
+def dora_in_fsdp2() -> Any:
+    model = adapted_llama(True, BF16)
+    settings: Any = {"mesh": mesh((2,), ("shard",))}
+    settings["mp_policy"] = MixedPrecisionPolicy(None, F32)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    return initialize(model, adamw(model), "bf16")
 
 
 def train(amp: Any, steps: range) -> list[float]:
-    """Losses; both ranks have the same batch, so that one process is the reference."""
+    """Return losses. Both ranks have the same batch, so that one process is the reference."""
     losses = []
     for step in steps:
         amp.zero_grad()
@@ -152,26 +219,35 @@ def train(amp: Any, steps: range) -> list[float]:
     return losses
 
 
-def reference(dora: bool) -> list[float]:
-    """The same in float32, from the weights that the half base has."""
-    model = llama_adapted(dora, F32)
-    amp = initialize(model, torch.optim.AdamW(trained(model), lr=0.01), "fp32")
+def losses_in_float32(dora: bool) -> list[float]:
+    model = adapted_llama(dora, F32)
+    amp = initialize(model, adamw(model), "fp32")
     return train(amp, range(STEPS))
+
+
+def check_training_and_resumption(make_amp: Any, dora: bool) -> None:
+    """Check the losses of a run, and that it resumes bit-identical from its third step."""
+    amp = make_amp()
+    losses = train(amp, range(2))
+    saved = [copy.deepcopy(part.state_dict()) for part in (amp.model, amp.optimizers[0], amp)]
+    losses += train(amp, range(2, STEPS))
+    assert losses == pytest.approx(losses_in_float32(dora), rel=5e-3)
+    resumed = make_amp()
+    resumed.model.load_state_dict(saved[0])
+    resumed.optimizers[0].load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    assert train(resumed, range(2, STEPS)) == losses[2:]
 
 
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("layout", "level", "dora"), [("DDP", "bf16-O2", False), ("FSDP2", "bf16", True)]
-)
-def test_adapters_train_and_go_on_to_the_bit(layout, level, dora):
+def test_lora_in_ddp_trains_and_resumes_bit_identical():
     pytest.importorskip("peft")
-    amp = made(layout, level, dora)
-    losses = train(amp, range(2))
-    state = [copy.deepcopy(part.state_dict()) for part in (amp.model, amp.optimizers[0], amp)]
-    losses += train(amp, range(2, STEPS))
-    assert losses == pytest.approx(reference(dora), rel=5e-3)
-    resumed = made(layout, level, dora)
-    for part, saved in zip((resumed.model, resumed.optimizers[0], resumed), state, strict=True):
-        part.load_state_dict(saved)
-    assert train(resumed, range(2, STEPS)) == losses[2:]
+    check_training_and_resumption(lora_in_ddp, dora=False)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+def test_dora_in_fsdp2_trains_and_resumes_bit_identical():
+    pytest.importorskip("peft")
+    check_training_and_resumption(dora_in_fsdp2, dora=True)

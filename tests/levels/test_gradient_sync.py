@@ -1,4 +1,4 @@
-"""Gradient accumulation without reduction: `Amp.no_sync`, what it leaves, and what ends it."""
+"""Gradient accumulation without reduction: `Amp.no_sync`, its gradients, and its end."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from distamp import cast_model, initialize
 from distamp.levels import Amp
 from tests.collectives import count_collectives
 from tests.comm_hooks.training import agreed
-from tests.levels.cells import whole, wrapped
+from tests.levels.cells import full_params, wrapped
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
@@ -21,7 +21,7 @@ BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torc
 
 
 def linear(layout: str) -> nn.Module:
-    """A linear layer whose weights are ones, in a layout."""
+    """Return a linear layer in a layout, with ones as weights."""
     layer = nn.Linear(4, 2, bias=False)
     nn.init.ones_(layer.weight)
     net = nn.Sequential(layer)
@@ -43,9 +43,10 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
 
 def backward(amp: Amp, size: float = 1.0, model: nn.Module | None = None) -> None:
     """Add gradients of ``size`` times (rank + 1) to every weight."""
+    model = model or amp.model
     inputs = torch.full((1, 4), size * (dist.get_rank() + 1))
     with amp.autocast():
-        loss = (model or amp.model)(inputs).float().sum()
+        loss = model(inputs).float().sum()
     amp.backward(loss)
 
 
@@ -99,8 +100,8 @@ def test_a_region_restores_what_the_user_had_set():
         backward(amp)
     with count_collectives() as after:
         backward(amp)
-    assert [name for name in reductions(after) if name.startswith("allreduce")] == []
-    assert [name for name in reductions(after) if name.startswith("reduce")] != []
+    names = {name.partition("_")[0] for name in reductions(after)}
+    assert names == {"reduce"}
 
 
 @on_ranks(2)
@@ -116,59 +117,82 @@ def test_a_region_pauses_every_model():
 # -- zero_grad ------------------------------------------------------------------------------------
 
 
-def made(layout: str, level: str) -> Amp:
-    """A layer in a layout at a level, whose learning rate is 1."""
+def linear_with_policy() -> Any:
+    """Return a linear layer with ones as weights in FSDP2, which casts to bfloat16."""
+    layer = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(layer.weight)
+    device_mesh = mesh((dist.get_world_size(),), ("shard",))
+    return fully_shard(layer, mesh=device_mesh, mp_policy=BF16_POLICY)
+
+
+def linear_after_cast(level: str) -> nn.Module:
+    """Return a linear layer with ones as weights, cast for a level before FSDP2."""
+    layer = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(layer.weight)
+    model = cast_model(nn.Sequential(layer), level)
+    return wrapped(model, "FSDP2", None, "")
+
+
+def check_dropped_window(
+    model: nn.Module, level: str, set_to_none: bool, comm_hook: str | None = None
+) -> None:
+    """Accumulate ten times the gradient under no_sync(), and check that no weight gets it."""
     settings: dict[str, Any] = {"init_scale": 64.0} if level in ("fp16", "fp16-O2") else {}
-    kind, _, more = layout.partition(", ")
-    if more == "policy":
-        model: Any = nn.Linear(4, 2, bias=False)
-        nn.init.ones_(model.weight)
-        fully_shard(model, mesh=mesh((dist.get_world_size(),), ("shard",)), mp_policy=BF16_POLICY)
-    elif more == "cast":
-        model = nn.Sequential(nn.Linear(4, 2, bias=False))
-        nn.init.ones_(model[0].weight)
-        model = wrapped(cast_model(model, level), kind, None, "")
-    else:
-        model = linear(kind if more == "int8" else layout)
-    settings |= {"comm_hook": "int8"} if more == "int8" else {}
-    return initialize(model, sgd(model), level, **settings)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("layout", "level", "set_to_none"),
-    [
-        ("DDP", "fp32", False),
-        ("FSDP1", "fp32", True),
-        ("FSDP1, flat", "fp32", False),
-        ("FSDP2", "fp32", True),
-        ("FSDP2", "fp32", False),
-        ("FSDP2", "fp16", True),
-        ("FSDP2 offload", "fp16", True),
-        ("HSDP", "bf16", True),
-        ("FSDP2, policy", "bf16", True),
-        ("FSDP2, policy", "bf16-O2", False),
-        ("FSDP2, cast", "bf16-O2", True),
-        ("FSDP2, cast", "fp16-O2", False),
-        ("FSDP2, int8", "bf16", True),
-        ("DDP, int8", "bf16", False),
-    ],
-)
-def test_zero_grad_drops_a_window_that_was_given_up(layout, level, set_to_none):
-    """Ten times the gradient was accumulated under no_sync() and must not reach the weights."""
-    amp = made(layout, level)
+    if comm_hook is not None:
+        settings["comm_hook"] = comm_hook
+    amp = initialize(model, sgd(model), level, **settings)
     with amp.no_sync():
         backward(amp, 10.0)
     amp.zero_grad(set_to_none)
     backward(amp)
     assert amp.step()
-    (weight,) = whole(amp.model)
+    (weight,) = full_params(amp.model)
     mean = 2.5  # of the gradients 1 to 4 of the four ranks
     torch.testing.assert_close(weight, torch.full_like(weight, 1 - mean), rtol=0.02, atol=0)
 
 
 @on_ranks(4)
-def test_zero_grad_drops_what_is_reduced_over_the_shards_alone():
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP1, flat", "FSDP2", "FSDP2 offload"])
+def test_zero_grad_drops_a_window_that_was_given_up(layout, set_to_none):
+    check_dropped_window(linear(layout), "fp32", set_to_none)
+
+
+@on_ranks(4)
+def test_zero_grad_drops_scaled_gradients_of_a_window_that_was_given_up():
+    check_dropped_window(linear("FSDP2"), "fp16", set_to_none=True)
+
+
+@on_ranks(4)
+def test_zero_grad_drops_scaled_gradients_of_an_offloaded_model():
+    check_dropped_window(linear("FSDP2 offload"), "fp16", set_to_none=True)
+
+
+@on_ranks(4)
+def test_zero_grad_drops_a_window_of_hsdp():
+    check_dropped_window(linear("HSDP"), "bf16", set_to_none=True)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("level", "set_to_none"), [("bf16", True), ("bf16-O2", False)])
+def test_zero_grad_drops_a_window_of_fsdp2_that_casts(level, set_to_none):
+    check_dropped_window(linear_with_policy(), level, set_to_none)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("level", "set_to_none"), [("bf16-O2", True), ("fp16-O2", False)])
+def test_zero_grad_drops_a_window_of_a_cast_model(level, set_to_none):
+    check_dropped_window(linear_after_cast(level), level, set_to_none)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("layout", "set_to_none"), [("FSDP2", True), ("DDP", False)])
+def test_zero_grad_drops_a_window_with_a_communication_hook(layout, set_to_none):
+    check_dropped_window(linear(layout), "bf16", set_to_none, comm_hook="int8")
+
+
+@on_ranks(4)
+def test_zero_grad_drops_gradients_that_are_reduced_over_the_shards_alone():
     model: Any = linear("HSDP")
     amp = initialize(model, sgd(model), "fp32")
     model.set_requires_all_reduce(False)
@@ -177,12 +201,12 @@ def test_zero_grad_drops_what_is_reduced_over_the_shards_alone():
     amp.zero_grad()
     backward(amp)
     amp.step()
-    (weight,) = whole(model)
+    (weight,) = full_params(model)
     assert torch.equal(weight, torch.full_like(weight, -1.5))
 
 
 class TwoLayers(nn.Module):
-    """Two layers, of which a forward pass may leave one out."""
+    """Two layers. A forward pass may leave the second one out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,36 +217,49 @@ class TwoLayers(nn.Module):
         return self.always(x) + self.late(x) if late else self.always(x)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("layout", "set_to_none"), [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
-)
-def test_a_dropped_gradient_becomes_zeros_or_none_as_a_reduced_one_does(layout, set_to_none):
-    """With zeros the layer decays although the next step does not use it; with None it stays."""
+def late_layer_after_dropped_window(layout: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
+    """Drop gradients of two layers, take a step that uses one, and return the unused weight.
+
+    Returns:
+        The weight before and after the step, which may decay it by a tenth.
+    """
     torch.manual_seed(0)
     model: Any = TwoLayers()
-    settings: Any = {"find_unused_parameters": True}
     if layout == "DDP":
-        model = DistributedDataParallel(model, **settings)
+        model = DistributedDataParallel(model, find_unused_parameters=True)
     else:
         fully_shard(model, mesh=mesh((2,), ("shard",)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
     amp = initialize(model, optimizer, "fp32")
-    before = whole(model)[2]
+    weight = full_params(model)[2]
     with amp.no_sync():
         amp.backward(amp.model(torch.ones(2, 8), True).square().mean())
     amp.zero_grad(set_to_none)
     amp.backward(amp.model(torch.ones(2, 8), False).square().mean())
     amp.step()
-    expected = before if set_to_none else before * 0.9
-    torch.testing.assert_close(whole(model)[2], expected, rtol=1e-6, atol=0)
+    return weight, full_params(model)[2]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
+def test_a_dropped_gradient_becomes_zeros_as_a_reduced_one_does(layout):
+    """With zeros the layer decays although the step does not use it."""
+    weight, decayed = late_layer_after_dropped_window(layout, set_to_none=False)
+    torch.testing.assert_close(decayed, weight * 0.9, rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_a_dropped_gradient_becomes_none_as_a_reduced_one_does():
+    """With None the layer stays."""
+    weight, unchanged = late_layer_after_dropped_window("FSDP2", set_to_none=True)
+    torch.testing.assert_close(unchanged, weight, rtol=1e-6, atol=0)
 
 
 # -- a layer that is first used in the last micro-batch --------------------------------------------
 
 
 def train_late(paused: bool, layout: str, level: str) -> list[Tensor]:
-    """One step of three micro-batches, of which only the last uses every layer."""
+    """Return the weights after a step of three micro-batches; only the last uses every layer."""
     torch.manual_seed(0)
     shapes = {"FSDP2": (4,), "HSDP": (2, 2)}
     names = {"FSDP2": ("shard",), "HSDP": ("replicate", "shard")}
@@ -246,7 +283,7 @@ def train_late(paused: bool, layout: str, level: str) -> list[Tensor]:
         else:
             amp.backward(forward())
     assert amp.step(max_norm=100.0)
-    return whole(model)
+    return full_params(model)
 
 
 @on_ranks(4)
@@ -255,9 +292,10 @@ def train_late(paused: bool, layout: str, level: str) -> list[Tensor]:
 )
 def test_a_layer_first_used_in_the_last_microbatch_trains_as_if_each_was_reduced(layout, level):
     """Under a policy torch refuses it: "expects uniform gradient dtype"."""
-    found = train_late(True, layout, level)
-    torch.testing.assert_close(found, train_late(False, layout, level), rtol=2e-3, atol=1e-4)
-    assert agreed(torch.cat([param.flatten() for param in found]))
+    weights = train_late(True, layout, level)
+    reduced = train_late(False, layout, level)
+    torch.testing.assert_close(weights, reduced, rtol=2e-3, atol=1e-4)
+    assert agreed(torch.cat([weight.flatten() for weight in weights]))
 
 
 # -- a static graph -------------------------------------------------------------------------------
@@ -280,16 +318,16 @@ def train_static(static: bool, parts: int) -> list[Tensor]:
             else:
                 amp.backward(amp.model(inputs).square().mean())
         assert amp.step(max_norm=1.0)
-    return whole(model)
+    return full_params(model)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_static_graph_trains_as_another_one_does(parts):
     """torch asserts inside where the first pass of a static graph is not reduced."""
-    found = train_static(True, parts)
-    torch.testing.assert_close(found, train_static(False, parts))
-    assert agreed(torch.cat([param.flatten() for param in found]))
+    weights = train_static(True, parts)
+    torch.testing.assert_close(weights, train_static(False, parts))
+    assert agreed(torch.cat([weight.flatten() for weight in weights]))
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""A rank that trains nothing, beside ranks that train."""
+"""A rank that trains nothing, while other ranks train."""
 
 from typing import Any
 
@@ -13,14 +13,17 @@ from distamp.levels import Amp
 from tests.on_ranks import on_ranks
 
 
-def stage(level: str, optimizers: int = 1, frozen: int = 0) -> Amp:
-    """An Amp over a layer, which one rank has frozen and without an optimizer."""
+def stage(level: str, num_optimizers: int = 1, idle_rank: int = 0) -> Amp:
+    """Return an Amp over a layer; the idle rank has frozen it, and has no optimizer."""
     model = nn.Linear(8, 8)
-    model.requires_grad_(dist.get_rank() != frozen)
-    trained = [torch.optim.AdamW([param], eps=1e-3) for param in model.parameters()][:optimizers]
+    is_idle = dist.get_rank() == idle_rank
+    model.requires_grad_(not is_idle)
+    optimizers = []
+    if not is_idle:
+        params = list(model.parameters())[:num_optimizers]
+        optimizers = [torch.optim.AdamW([param], eps=1e-3) for param in params]
     settings: dict[str, Any] = {"init_scale": 64.0} if level in ("fp16", "fp16-O2") else {}
-    given = [] if dist.get_rank() == frozen else trained
-    return initialize(model, given, level, **settings)
+    return initialize(model, optimizers, level, **settings)
 
 
 def backward(amp: Amp, fault: bool = False) -> None:
@@ -32,37 +35,42 @@ def backward(amp: Amp, fault: bool = False) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize(("level", "optimizers"), [("bf16", 2), ("fp16", 1), ("fp16-O2", 1)])
-def test_it_steps_and_skips_with_the_others(level, optimizers, frozen):
-    amp = stage(level, optimizers, frozen)
-    idle = dist.get_rank() == frozen
+@pytest.mark.parametrize("idle_rank", [0, 1])
+@pytest.mark.parametrize(("level", "num_optimizers"), [("bf16", 2), ("fp16", 1), ("fp16-O2", 1)])
+def test_an_idle_rank_steps_and_skips_with_the_others(level, num_optimizers, idle_rank):
+    amp = stage(level, num_optimizers, idle_rank)
+    is_idle = dist.get_rank() == idle_rank
     for fault in (False, True, False):
         amp.zero_grad()
-        backward(amp, fault and not idle)
+        backward(amp, fault and not is_idle)
         result = amp.step()
         assert bool(result) is not fault
-        assert len(result.optimizers) == (0 if idle else optimizers)
+        assert len(result.optimizers) == (0 if is_idle else num_optimizers)
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    return True
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", ["bf16", "fp16"])
-def test_it_takes_part_in_a_clip_and_in_a_step_by_the_norm(level):
+def test_an_idle_rank_takes_part_in_a_clip(level):
     amp = stage(level)
-    norms = []
-    for clips in (True, False):
-        amp.zero_grad()
-        backward(amp)
-        if clips:
-            norms.append(amp.clip_grad_norm_(1.0, shard_group_fn=lambda param: True).item())
-        else:
-            assert amp.step(max_norm=1.0, shard_group_fn=lambda param: True)
-            continue
-        assert amp.step()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, norms)
-    assert everyone[0] == everyone[1]
-    assert norms[0] > 0
+    backward(amp)
+    norm = amp.clip_grad_norm_(1.0, shard_group_fn=is_sharded).item()
+    assert amp.step()
+    norms: list[Any] = [None, None]
+    dist.all_gather_object(norms, norm)
+    assert norms[0] == norms[1]
+    assert norm > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", ["bf16", "fp16"])
+def test_an_idle_rank_takes_part_in_a_step_by_the_norm(level):
+    amp = stage(level)
+    backward(amp)
+    assert amp.step(max_norm=1.0, shard_group_fn=is_sharded)
 
 
 @on_ranks(2)

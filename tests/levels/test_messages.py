@@ -1,4 +1,4 @@
-"""What a user of `initialize` reads: the repr of an Amp, and mistakes in its first calls."""
+"""The texts that a user of `initialize` reads: the repr of an Amp, and errors in first calls."""
 
 import inspect
 from typing import Any
@@ -117,7 +117,7 @@ def test_cast_model_takes_no_dtype_and_names_the_levels_of_that_dtype():
 
 
 def _refused_precision(precision: Any) -> str:
-    """Return the error of a ``module_precision=`` for a model with the one module '0'."""
+    """Return the error of a ``module_precision=`` for a model with a single module '0'."""
     model, optimizer = _trained()
     with pytest.raises(ConfigError) as raised:
         initialize(model, optimizer, "bf16", module_precision=precision)

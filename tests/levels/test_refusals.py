@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import OpLists, PrecisionLevel, cast_model, initialize, set_module_precision
 from distamp.errors import ConfigError, DistampError, RankMismatchError
 from tests.levels.cells import wrapped
-from tests.levels.nets import made_in, net
+from tests.levels.nets import amp_in, net
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 
@@ -490,7 +490,7 @@ def test_masters_in_an_optimizer_that_shards_its_state(layout):
     if layout == "OSS":
         pytest.importorskip("fairscale")
     with refused("Use fp16, which needs no masters, or fully_shard instead"):
-        made_in(layout, "fp16-O2")
+        amp_in(layout, "fp16-O2")
 
 
 @on_ranks(2)

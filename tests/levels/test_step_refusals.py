@@ -1,4 +1,4 @@
-"""What `Amp.step` refuses on every rank, although one rank alone may have done it."""
+"""Refusals of `Amp.step` on every rank, although one rank alone may have caused them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -69,8 +69,8 @@ def test_a_step_after_a_pass_under_no_sync_raises_and_the_next_window_is_right(
 
 
 @on_ranks(4)
-def test_it_raises_on_ranks_that_reduced_theirs():
-    """Two groups of replicas, as of two pipeline stages, of which one is wrong."""
+def test_a_step_raises_also_on_ranks_that_have_reduced_their_gradients():
+    """Two groups of replicas, as two pipeline stages have them; the second group is wrong."""
     amp = amp_in("groups of DDP")
     wrong = dist.get_rank() >= 2
     with amp.no_sync() if wrong else nullcontext():
@@ -80,7 +80,7 @@ def test_it_raises_on_ranks_that_reduced_theirs():
 
 
 @on_ranks(2)
-def test_of_ddp_the_forward_pass_decides():
+def test_the_forward_pass_decides_whether_ddp_reduces():
     amp = amp_in("DDP")
     inputs = torch.ones(4, 6)
     with amp.no_sync():
@@ -107,7 +107,7 @@ def test_without_a_wrapper_nothing_is_left_unreduced():
 
 
 def half_base(level: str, dtype: torch.dtype, wrap: Callable[[Any], Any]) -> Amp:
-    """A model whose first layer is frozen in half precision."""
+    """Return an Amp over a model with its first layer frozen in half precision."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[0].to(dtype).requires_grad_(False)
@@ -149,7 +149,7 @@ def test_a_base_that_thaws_in_half_precision_is_refused_as_initialize_refuses_it
         train(amp)
 
 
-def test_at_bf16_o2_it_gets_masters():
+def test_at_bf16_o2_a_base_that_thaws_gets_masters():
     amp = half_base("bf16-O2", torch.bfloat16, lambda model: model)
     assert train(amp)
     weight = first_layer(amp).requires_grad_(True).weight
@@ -160,8 +160,8 @@ def test_at_bf16_o2_it_gets_masters():
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["plain", "DDP"])
-def test_what_thaws_on_one_rank_is_refused_on_both(layout):
-    """As on one pipeline stage. DDP reduces what was trained when it was made."""
+def test_a_layer_that_thaws_on_one_rank_is_refused_on_both(layout):
+    """One pipeline stage may thaw alone. DDP reduces parameters that were trained at its start."""
     amp = half_base("bf16", torch.bfloat16, lambda model: wrapped(model, layout, None, ""))
     assert train(amp)
     if dist.get_rank() == 0:
@@ -172,7 +172,7 @@ def test_what_thaws_on_one_rank_is_refused_on_both(layout):
 
 @on_ranks(2)
 def test_shards_that_thaw_are_refused():
-    """Each layer is a unit of its own, because one is in half precision."""
+    """Each layer is a unit, because one is in half precision."""
 
     def shard(model: Any) -> Any:
         over = mesh((2,), ("shard",))
