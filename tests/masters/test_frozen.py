@@ -22,34 +22,39 @@ SPLIT = pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def _train_beside_by_hand(layout: str, split: bool) -> None:
     """Train a head over a frozen backbone, thaw the backbone, and compare with fp32 by hand."""
     rank = dist.get_rank() if layout else 0
-    models = [half_mlp(dtype=BF16 if split else F16) for _ in range(2)]
+    dtype = BF16 if split else F16
+    models = [half_mlp(dtype=dtype), half_mlp(dtype=dtype)]
     for model in models:
         model[0].requires_grad_(False)
     wrapped = [spread(model, layout) for model in models]
-    optimizers = [adamw(models[0][0].parameters()), adamw(models[0][2:].parameters())]
-    hands = [ByHand(part.parameters(), adamw, split) for part in (models[1][0], models[1][2:])]
+    model, model_by_hand = models
+    optimizers = [adamw(model[0].parameters()), adamw(model[2:].parameters())]
+    hands = []
+    for part in (model_by_hand[0], model_by_hand[2:]):
+        hands.append(ByHand(part.parameters(), adamw, split))
     for optimizer in optimizers:
         MasterParameters(optimizer, split=split)
     scaler = master_scaler()
     for step in range(4):
         if step == 2:
-            for model in models:
-                model[0].requires_grad_(True)
-            if layout == "buckets":  # DDP reduces what required gradients when it was made
-                wrapped = [DistributedDataParallel(model) for model in models]
+            model[0].requires_grad_(True)
+            model_by_hand[0].requires_grad_(True)
+            if layout == "buckets":  # DDP reduces parameters that were trained at its start
+                wrapped = [DistributedDataParallel(module) for module in models]
         for optimizer, hand in zip(optimizers, hands, strict=True):
             optimizer.zero_grad()
             hand.zero_grad()
         scale = scaler.get_scale()
-        scaler.scale(loss_of(wrapped[0], 10 * step + rank)).backward()
-        (loss_of(wrapped[1], 10 * step + rank) * scale).backward()
+        batch = 10 * step + rank
+        scaler.scale(loss_of(wrapped[0], batch)).backward()
+        (loss_of(wrapped[1], batch) * scale).backward()
         scaler.step_all(optimizers)
         scaler.update()
         for hand in hands:
             assert hand.unscale(scale)
             hand.step()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(local(ours), local(theirs))
+    for param, expected in zip(model.parameters(), model_by_hand.parameters(), strict=True):
+        assert torch.equal(local(param), local(expected))
 
 
 @SPLIT
@@ -65,12 +70,14 @@ def test_a_backbone_that_thaws_gets_masters_under_ddp_and_fsdp2(ranks2, layout, 
 
 @SPLIT
 def test_an_optimizer_of_frozen_parameters_and_fp32_norms_steps_the_norms(split):
-    model = nn.Sequential(nn.Linear(4, 4).to(BF16).requires_grad_(False), nn.LayerNorm(4))
+    frozen = nn.Linear(4, 4).to(BF16).requires_grad_(False)
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(frozen, norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     masters = MasterParameters(optimizer, split=split)
-    model[1].weight.grad = torch.ones(4)
+    norm.weight.grad = torch.ones(4)
     optimizer.step()
-    assert model[1].weight.tolist() == [0.0] * 4
+    assert norm.weight.tolist() == [0.0] * 4
     assert masters.state_dict()["masters"] == {}
 
 
@@ -90,7 +97,9 @@ def test_a_frozen_stage_of_a_pipeline_steps_and_skips_with_the_others(split):
             stage.requires_grad_(True)
         optimizer.zero_grad()
         inputs = torch.ones(1, 4, dtype=stage.weight.dtype, requires_grad=True)
-        loss = stage(inputs).float().sum() * (INF if step == 1 and rank == 1 else 1.0)
+        loss = stage(inputs).float().sum()
+        if step == 1 and rank == 1:
+            loss = loss * INF
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -102,18 +111,21 @@ def test_a_frozen_stage_of_a_pipeline_steps_and_skips_with_the_others(split):
 @pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 def test_a_group_of_half_precision_that_comes_to_an_optimizer_of_fp32_norms_gets_masters(level):
     """As gradual unfreezing does by add_param_group; SGD in half precision would lose 1e-4."""
-    model = cast_model(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1, bias=False)), level)
-    model[1].requires_grad_(False).weight.data.fill_(1.0)
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-4)
+    norm = nn.BatchNorm1d(4)
+    layer = nn.Linear(4, 1, bias=False)
+    model = cast_model(nn.Sequential(norm, layer), level)
+    nn.init.ones_(layer.requires_grad_(False).weight)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=1e-4)
     amp = initialize(model, optimizer, level)
-    model[1].requires_grad_(True)
-    optimizer.add_param_group({"params": [model[1].weight]})
+    layer.requires_grad_(True)
+    optimizer.add_param_group({"params": [layer.weight]})
     for _ in range(100):
         amp.zero_grad()
-        amp.backward((model[1].weight.float()).sum())
+        amp.backward(layer.weight.float().sum())
         amp.step()
-    assert amp.masters[0].master_of(model[1].weight).mean().item() == pytest.approx(0.99, abs=5e-4)
-    assert model[1].weight.float().mean().item() == pytest.approx(0.99, abs=4e-3)
+    master = amp.masters[0].master_of(layer.weight)
+    assert master.mean().item() == pytest.approx(0.99, abs=5e-4)
+    assert layer.weight.float().mean().item() == pytest.approx(0.99, abs=4e-3)
 
 
 def test_masters_without_a_half_precision_parameter_are_refused_unless_that_is_allowed():

@@ -21,7 +21,7 @@ SPLIT = pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 
 
 class Averaging(torch.optim.SGD):
-    """SGD whose ``eval`` writes a mean of its weights, and whose ``train`` takes it back."""
+    """SGD with an ``eval`` that writes a mean of its weights, and a ``train`` that undoes it."""
 
     @torch.no_grad()
     def eval(self) -> None:
@@ -84,7 +84,7 @@ class Pair:
             loss_of(model, 10 * batch + self.rank).backward()
 
     def call(self, method: str) -> None:
-        """Call a method of both optimizers, and write what is trained by hand into its model."""
+        """Call a method of both optimizers, and write the weights by hand into their model."""
         getattr(self.optimizer, method)()
         with torch.no_grad():
             getattr(self.hand.optimizer, method)()

@@ -6,7 +6,6 @@ That they train, load and are written to as whole ones is in `tests.scaler.test_
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -18,16 +17,22 @@ from distamp.scaler import MasterParameters
 from tests.scaler.masters import half_away, one_master
 
 BF16, F32 = torch.bfloat16, torch.float32
+# Values that bfloat16 rounds to 1 and to -3.
+BELOW_ONE = 1.0 - 2.0**-20
+ABOVE_ONE = 1.0 + 2.0**-20
+BELOW_MINUS_THREE = -3.0 - 2.0**-19
 
 
-def of_bits(first: int, last: int) -> Tensor:
-    """All finite values from one to another."""
+def values_of_bits(first: int, last: int) -> Tensor:
+    """Return all finite values with bits from the first to before the last."""
     values = torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(F32)
     return values[values.isfinite()]
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    weights, remainders = values.to(BF16), torch.empty_like(values, dtype=torch.int16)
+    """Return bfloat16 weights and 16-bit remainders."""
+    weights = values.to(BF16)
+    remainders = torch.empty_like(values, dtype=torch.int16)
     split_fp32([(values.clone(), weights, remainders)])
     return weights, remainders
 
@@ -38,18 +43,20 @@ def joined(weights: Tensor, remainders: Tensor) -> Tensor:
     return values
 
 
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    kind = torch.int16 if ours.dtype is BF16 else torch.int32
-    return torch.equal(ours.view(kind), theirs.view(kind))
+def same_bits(tensor: Tensor, expected: Tensor) -> bool:
+    integer = torch.int16 if tensor.dtype is BF16 else torch.int32
+    return torch.equal(tensor.view(integer), expected.view(integer))
 
 
 # -- the format ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0x0000, 0x0001, 0x3F80, 0x7F7F, 0x8000, 0xBF80, 0xFF7F])
-def test_a_value_comes_back_to_the_bit_and_its_weight_is_rounded_half_away(start):
+def test_a_value_comes_back_bit_identical_and_its_weight_is_rounded_half_away(start):
     """All values of two bfloat16 steps: around zero, among subnormal numbers, at the largest."""
-    values = of_bits(start << 16, min((start + 2) << 16, 0xFF800000))
+    first = start << 16
+    last = min(first + (2 << 16), 0xFF800000)
+    values = values_of_bits(first, last)
     weights, remainders = halves(values)
     assert same_bits(joined(weights, remainders), values)
     assert same_bits(weights, half_away(values))
@@ -59,63 +66,82 @@ def test_a_value_comes_back_to_the_bit_and_its_weight_is_rounded_half_away(start
 def test_no_finite_value_is_lost():
     """Rounded to nearest even 32,640 would be: a remainder of 2^15 does not fit in 16 bits."""
     for start in range(0, 2**32, 2**20):
-        values = of_bits(start, start + 2**20)
-        assert same_bits(joined(*halves(values)), values)
+        values = values_of_bits(start, start + 2**20)
+        weights, remainders = halves(values)
+        assert same_bits(joined(weights, remainders), values)
 
 
-def test_what_is_not_finite_is_nan():
-    """Also the NaN of an accelerator, all of whose lower bits are set."""
+def test_a_value_that_is_not_finite_becomes_nan():
+    """An accelerator makes a NaN with all lower bits set."""
     bits = torch.tensor([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00001, 0x7F800001])
     values = bits.to(torch.int32).view(F32)
     weights, remainders = halves(values)
-    for found in (weights.float(), joined(weights, remainders)):
-        assert found.isnan().all()
+    assert weights.isnan().all()
+    assert joined(weights, remainders).isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (131_072,), (300, 500)])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_every_size_and_layout_is_split_whole(shape, transposed):
-    """Large ones in pieces."""
-    values = torch.randn(shape)
-    values = values.t() if transposed and values.dim() == 2 else values
+def check_split(values: Tensor) -> None:
     weights, remainders = halves(values)
     assert torch.equal(joined(weights, remainders), values)
     assert torch.equal(weights, half_away(values))
 
 
+@pytest.mark.parametrize("numel", [0, 1, 131_072])
+def test_every_size_is_split(numel):
+    """Large tensors are split in pieces."""
+    check_split(torch.randn(numel))
+
+
+def test_a_scalar_and_a_matrix_are_split():
+    check_split(torch.randn(()))
+    check_split(torch.randn(300, 500))
+
+
+def test_a_transposed_tensor_is_split():
+    check_split(torch.randn(300, 500).t())
+
+
 # -- states, and weights that something else writes ------------------------------------------------
 
 
-def test_a_state_of_whole_masters_is_one_of_split_masters_and_the_other_way_round():
-    value = torch.tensor([1.0 + 2.0**-20, -3.0 - 2.0**-19])
-    for here, there in itertools.permutations([False, True]):
-        optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(2).to(BF16))]) for _ in "ab"]
-        first = MasterParameters(optimizers[0], split=here)
-        second = MasterParameters(optimizers[1], split=there)
-        first.load_state_dict({"version": 1, "masters": {0: value}})
-        second.load_state_dict(first.state_dict())
-        assert torch.equal(second.state_dict()["masters"][0], value)
-        assert second.model_params()[0].tolist() == [1.0, -3.0]
+def state_of(values: Tensor) -> dict[str, object]:
+    """Return the state of the masters of one parameter."""
+    return {"version": 1, "masters": {0: values}}
 
 
-def test_the_master_of_a_written_weight_rounds_to_it_also_where_that_is_zero():
-    """A remainder below zero has nothing to be taken from."""
-    for value in (1.0 - 2.0**-20, 1.0 + 2.0**-20):
-        for written in (0.0, -0.0, 3.0, -7.0):
-            parameter, optimizer, masters = one_master(1.0, 1.0, split=True)
-            masters.load_state_dict({"version": 1, "masters": {0: torch.full((2,), value)}})
-            with torch.no_grad():
-                parameter.fill_(written)
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            assert parameter.tolist() == [written, written]
-            assert half_away(masters.state_dict()["masters"][0]).tolist() == [written, written]
+@pytest.mark.parametrize("split", [False, True])
+def test_split_masters_load_a_state_of_whole_ones_and_whole_masters_one_of_split_ones(split):
+    values = torch.tensor([ABOVE_ONE, BELOW_MINUS_THREE])
+    # Masters hold only a weak reference to their optimizer.
+    _, _saving_optimizer, saving = one_master(1.0, 1.0, dtype=BF16, split=split)
+    parameter, _loading_optimizer, loading = one_master(1.0, 1.0, dtype=BF16, split=not split)
+    saving.load_state_dict(state_of(values))
+    loading.load_state_dict(saving.state_dict())
+    (loaded,) = loading.state_dict()["masters"].values()
+    assert torch.equal(loaded, values)
+    assert parameter.tolist() == [1.0, -3.0]
+
+
+@pytest.mark.parametrize("value", [BELOW_ONE, ABOVE_ONE])
+@pytest.mark.parametrize("written", [0.0, -0.0, 3.0, -7.0])
+def test_the_master_of_a_written_weight_rounds_to_it_also_if_it_is_zero(written, value):
+    """A remainder below zero cannot be subtracted from a weight of zero."""
+    parameter, optimizer, masters = one_master(1.0, 1.0, split=True)
+    masters.load_state_dict(state_of(torch.full((2,), value)))
+    with torch.no_grad():
+        parameter.fill_(written)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert parameter.tolist() == [written, written]
+    (master,) = masters.state_dict()["masters"].values()
+    assert half_away(master).tolist() == [written, written]
 
 
 def test_between_steps_a_master_reads_as_nan_and_is_not_written():
     parameter, _, masters = one_master(1.0, 1.0, split=True)
     master = masters.master_of(parameter)
-    assert (master.shape, master.dtype) == (parameter.shape, F32)
+    assert master.shape == parameter.shape
+    assert master.dtype is F32
     assert master.isnan().all()
     with torch.no_grad(), pytest.raises(CallOrderError, match=r"masters\.materialized"):
         master.add_(1.0)
@@ -128,30 +154,39 @@ def test_between_steps_a_master_reads_as_nan_and_is_not_written():
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _alive(elements: int) -> int:
-    """Bytes of all tensors that are alive and not small, each storage once, for each element."""
-    found = {}
-    for each in gc.get_objects():
-        # Fake and sparse ones of other tests have no memory of their own.
-        dense = type(each) in (Tensor, nn.Parameter) and not each.is_sparse
-        if dense or type(each).__name__ == "PlaceholderTensor":
-            storage = each.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(size for size in found.values() if size > 1000) // elements
+NUMEL = 100_000
+
+
+def bytes_per_element() -> int:
+    """Return the bytes of all storages that are alive and not small, divided by NUMEL."""
+    sizes = {}
+    for tensor in gc.get_objects():
+        # Fake and sparse tensors of other tests have no memory.
+        is_dense = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_sparse
+        if is_dense or type(tensor).__name__ == "PlaceholderTensor":
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(size for size in sizes.values() if size > 1000) // NUMEL
 
 
 def test_between_steps_a_master_takes_two_bytes_and_its_gradient_none():
-    elements, other = 100_000, _alive(100_000)
-    model = nn.Linear(elements, 1, bias=False).to(BF16)
+    bytes_of_other_tests = bytes_per_element()
+    model = nn.Linear(NUMEL, 1, bias=False).to(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     masters = MasterParameters(optimizer, split=True)
-    within = []
-    optimizer.register_step_pre_hook(lambda *_: within.append(_alive(elements) - other))
+    weight = remainder = grad = 2
+    master = master_grad = 4
+    in_steps = []
+
+    def measure(*_: object) -> None:
+        in_steps.append(bytes_per_element() - bytes_of_other_tests)
+
+    optimizer.register_step_pre_hook(measure)
     for _ in range(2):
         optimizer.zero_grad()
         model.weight.grad = torch.ones_like(model.weight)
-        assert _alive(elements) - other == 2 + 2 + 2  # the weight, its remainder, its gradient
+        assert bytes_per_element() - bytes_of_other_tests == weight + remainder + grad
         optimizer.step()
-        assert _alive(elements) - other == 2 + 2
-    assert within == [2 + 2 + 4 + 4] * 2  # and in float32 the value and its gradient
-    assert masters.nbytes == 2 * elements
+        assert bytes_per_element() - bytes_of_other_tests == weight + remainder
+    assert in_steps == [weight + remainder + master + master_grad] * 2
+    assert masters.nbytes == remainder * NUMEL

@@ -24,36 +24,41 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 
 
 def _loss(model: Any, batch: int, skip_last: bool) -> Tensor:
-    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch)).to(BF16)
+    generator = torch.Generator().manual_seed(batch)
+    inputs = torch.randn(4, 8, generator=generator).to(BF16)
     hidden = model[2](model[1](model[0](inputs)))
-    return (hidden if skip_last else model[3](hidden)).float().square().mean()
+    if not skip_last:
+        hidden = model[3](hidden)
+    return hidden.float().square().mean()
 
 
 def _train(name: str, split: bool, set_to_none: bool, layout: str = "") -> None:
-    """Leave the last layer out from the third step on, beside a loop by hand over zeros."""
+    """Leave the last layer out from the third step on, and compare with a loop by hand."""
     make = OPTIMIZERS[name]
     rank = dist.get_rank() if layout else 0
-    models = [half_mlp(dtype=BF16) for _ in range(2)]
-    for model in models:
-        for layer in model if layout else ():
+    model = half_mlp(dtype=BF16)
+    model_by_hand = half_mlp(dtype=BF16)
+    if layout:
+        for layer in (*model, *model_by_hand):
             spread(layer, layout)
-    optimizer = make(list(models[0].parameters()))
-    hand = ByHand(models[1].parameters(), make, split)
+    optimizer = make(list(model.parameters()))
+    hand = ByHand(model_by_hand.parameters(), make, split)
     MasterParameters(optimizer, split=split)
-    before = None
+    last_weight = None
     for step in range(5):
         optimizer.zero_grad(set_to_none=set_to_none)
-        models[1].zero_grad(set_to_none=set_to_none)
-        for model in models:
-            _loss(model, 10 * step + rank, skip_last=step >= 2).backward()
+        model_by_hand.zero_grad(set_to_none=set_to_none)
+        is_unused = step >= 2
+        if step == 2:
+            last_weight = local(model[3].weight.detach()).clone()
+        _loss(model, 10 * step + rank, is_unused).backward()
+        _loss(model_by_hand, 10 * step + rank, is_unused).backward()
         optimizer.step()
         hand.unscale(1.0)
         hand.step()
-        if step == 1:
-            before = local(models[0][3].weight.detach()).clone()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(local(ours), local(theirs))
-    assert torch.equal(local(models[0][3].weight), before) is set_to_none
+    for param, expected in zip(model.parameters(), model_by_hand.parameters(), strict=True):
+        assert torch.equal(local(param), local(expected))
+    assert torch.equal(local(model[3].weight), last_weight) is set_to_none
 
 
 @SPLIT
