@@ -51,7 +51,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -594,6 +594,18 @@ class RankSync:
             copy, callback = pending.popleft()
             callback(copy.tolist())
 
+    def drain(self) -> None:
+        """Read the pending values, and drop the errors that they demand.
+
+        A reply from a device may demand that all ranks gather. A rank that dropped such a reply
+        unread would leave the other ranks waiting.
+
+        Collective: every rank of `process_group` must call this or `flush`.
+        """
+        for _ in range(len(self._pending_reads)):
+            with suppress(Exception):
+                self.flush()
+
     # -- errors that wait for a message ------------------------------------------------------------
 
     def send_later(self, error: Exception) -> None:
@@ -872,7 +884,8 @@ class RankSync:
                 exchange.total_power = device_utils.to_device(power, group.scale_device)
                 if not isinstance(exchange.norm_power, (Tensor, type(None))):
                     exchange.total_power = power.item()
-                is_requested = words[4].ne(0).float()
+                # Requests in different calls may be about different steps.
+                is_requested = words[4].ne(0).logical_and(is_equal).float()
                 exchange.skip_requested = device_utils.to_device(is_requested, group.scale_device)
             ranks_differ = device_utils.to_device(is_equal.logical_not(), group.scale_device)
             exchange.ranks_differ = ranks_differ

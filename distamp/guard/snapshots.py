@@ -393,6 +393,8 @@ class Snapshots:
         error: Exception | None = None
         if type(older) is not int or older < 0:
             error = ConfigError(f"older must be an integer >= 0, not {older!r}.")
+        # An error that is read late belongs to the steps that are taken back.
+        sync.drain()
         self._guard.drop_iteration()
         sync.announce(_REWIND, f"\nolder={older}", error=error)
         if error is not None:  # A single rank sends nothing.

@@ -225,7 +225,7 @@ class StepGuardBase(Joinable):
     ``kernel_unscales``   Whether that kernel unscales, too; set for a step.
     ``step_is_silent``    Whether ``step`` sends no message, because an earlier call has sent it.
     ``skip_if``           Whether this rank requests a skip of the step; set for a step.
-    ``skip_requested``    Whether a rank requests it, from the message.
+    ``skip_requested``    Whether a rank requests it, from the last message about the optimizer.
     ``carried_over``      Whether the gradients were unscaled before the last ``update`` and not
                           stepped, while another optimizer was. ``step`` steps them, ``unscale_``
                           unscales them again, and ``scale`` drops the entry.
@@ -402,7 +402,7 @@ class StepGuardBase(Joinable):
             return None if is_skipped else optimizer.step(*args, **kwargs)
         scale = self._grad_scale("step", optimizer)
         state = self._optimizer_state(optimizer, for_step=True)
-        state["skip_if"] = state["skip_requested"] = False
+        _reset_request(state)
         try:
             check_not_stepped(state)
             if args or given_names:
@@ -495,14 +495,16 @@ class StepGuardBase(Joinable):
         ready = [state for state in states if state["stage"] is OptState.READY]
         for state in states:
             state["step_is_silent"] = limits is None and not ready and skip_if is None
-            state["skip_if"], state["skip_requested"] = skip_request, False
+            _reset_request(state)
+            state["skip_if"] = skip_request
         decision = StepDecision()
         if limits is not None:
             decision = self._sync_norm(states, scale, limits)
         elif ready:
             self._sync_found_inf(ready, scale, [state["kernel_unscales"] for state in ready])
+            request = ready[0]["skip_requested"]
             for state in states:
-                state["skip_requested"] = ready[0]["skip_requested"]
+                state["skip_requested"] = _any_request(state["skip_requested"], request)
         elif skip_if is not None:
             self._sync_skip_if(states, scale)
         self._check_has_grads(states, stages)
@@ -829,6 +831,10 @@ class StepGuardBase(Joinable):
             exchange.has_read_grads = True
             if check_call is not None:
                 check_call()
+        if exchange.ranks_differ is not None:
+            # On a device the host goes on, so kernels skip where ranks differ.
+            waiting = [state for state in states if state["stage"] is not OptState.STEPPED]
+            _add_found_inf(waiting, exchange.ranks_differ.float(), scale.device)
 
     def _local_norm(
         self,
@@ -1527,11 +1533,7 @@ class StepGuardBase(Joinable):
             is_valid = norm.isfinite()
             if exchange.ranks_differ is not None:
                 is_valid = is_valid.logical_or(exchange.ranks_differ)
-            nonfinite_norm = is_valid.logical_not().float()
-            for state in states:
-                flags = [nonfinite_norm, *state["found_inf_per_device"].values()]
-                found_inf = as_found_inf_tensor(any_found_inf(flags, device), device)
-                state["found_inf_per_device"] = {device: found_inf}
+            _add_found_inf(states, is_valid.logical_not().float(), device)
         clip_grads_with_norm_(targets, norm, max_norm)
         return norm
 
@@ -2597,6 +2599,35 @@ class StepGuard(StepGuardBase):
         self.__dict__.update(state)
         checks = state.get("_check_settings", NO_CHECKS)
         self._init_state(state["_sync"], state["_max_consecutive_skips"], {}, checks)
+
+
+def _reset_request(state: dict[str, Any]) -> None:
+    """Forget requests to skip, except a request in the message of ``unscale_``.
+
+    Another rank may have sent that message by ``step(skip_if=)``.
+    """
+    state["skip_if"] = False
+    if state["stage"] is not OptState.UNSCALED:
+        state["skip_requested"] = False
+
+
+def _any_request(first: bool | Tensor, second: bool | Tensor) -> bool | Tensor:
+    """Return whether either request skips the step; 0-d bool if a device knows it."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.ne(0).logical_or(second.to(first.device).ne(0))
+    if isinstance(first, Tensor):
+        return second or first
+    return first or second
+
+
+def _add_found_inf(
+    states: Sequence[dict[str, Any]], found_inf: Tensor, device: torch.device
+) -> None:
+    """Let optimizers skip by one flag more, 0-d float32."""
+    for state in states:
+        flags = [found_inf, *state["found_inf_per_device"].values()]
+        combined = as_found_inf_tensor(any_found_inf(flags, device), device)
+        state["found_inf_per_device"] = {device: combined}
 
 
 def _first_param_device(optimizers: Any) -> torch.device:

@@ -229,6 +229,25 @@ def test_after_unscale_a_rank_without_the_argument_is_an_error_on_every_rank():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("step_all", [False, True], ids=["step", "step_all"])
+def test_a_rank_that_unscales_first_skips_by_the_request_of_another_rank(step_all):
+    """Its unscale_ sends the message that the other rank sends by step(skip_if=)."""
+    model, optimizer = ddp()
+    guard = StepGuard()
+    backward(guard, model, optimizer)
+    arguments = {"skip_if": True}
+    if dist.get_rank() == 0:
+        guard.unscale_(optimizer)
+        arguments = {}
+    if step_all:
+        guard.step_all([optimizer], **arguments)
+    else:
+        guard.step(optimizer, **arguments)
+    guard.update()
+    assert guard.step_counts(optimizer) == StepCounts(0, 0, 0, 1)
+
+
+@on_ranks(2)
 def test_a_wrong_request_of_one_rank_raises_on_every_rank():
     model, optimizer = ddp()
     guard = StepGuard()
@@ -261,6 +280,29 @@ def test_on_devices_a_tensor_of_one_rank_skips_the_step(fused, step):
     guard.update()
     assert torch.equal(model.hidden.weight, weight_then)
     assert guard.step_counts(optimizer) == StepCounts(0, 0, 0, 1)
+
+
+@on_devices(2)
+def test_on_devices_no_rank_steps_if_the_request_of_one_rank_after_unscale_is_wrong():
+    """The message of the request is read at the next call, so the flags must stop the step."""
+    model = Net().to(device_type())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    guard = StepGuard()
+    weight_then = model.hidden.weight.detach().clone()
+    request_ = torch.ones(2 if dist.get_rank() == 1 else 1, device=device_type())
+    backward(guard, model, optimizer)
+    guard.unscale_(optimizer)
+
+    def step_and_read_the_reply() -> None:
+        guard.step(optimizer, skip_if=request_ * 0)
+        guard.step_counts(optimizer)
+
+    with pytest.raises(ConfigError):
+        step_and_read_the_reply()
+    if dist.get_rank() == 1:  # It raised at once, and reads the reply with the others.
+        with pytest.raises(ConfigError):
+            guard.step_counts(optimizer)
+    assert torch.equal(model.hidden.weight, weight_then)
 
 
 @on_devices(1)

@@ -795,6 +795,23 @@ def test_nan_on_a_device_of_one_rank_is_named_on_every_rank():
     assert snapshots.rewind() == 1
 
 
+@on_devices(2)
+def test_a_rank_that_reads_a_reply_before_a_rewind_does_not_wait_for_the_others():
+    """The reply shows that ranks differ, so all ranks gather, also a rank that goes back."""
+    model, optimizer, guard = trained()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshots = Snapshots(model, optimizer, guard, every=1)
+    train(model, optimizer, guard)
+    snapshots.record()
+    if dist.get_rank() == 0:
+        guard.unscale_(optimizer)
+    else:
+        guard.unscale_(other)
+        with pytest.raises(RankMismatchError, match="the optimizers"):
+            guard.step_counts(other)
+    assert snapshots.rewind() == 0
+
+
 @on_devices(1)
 def test_copies_of_tensors_on_a_device_are_pinned():
     copies = HostCopies()
