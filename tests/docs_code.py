@@ -17,9 +17,6 @@ import io
 import logging
 import os
 import re
-import shlex
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +34,6 @@ __all__ = [
     "as_torchrun_starts_it",
     "blocks_of",
     "not_printed",
-    "output_of",
     "ranks_of",
     "run_page",
 ]
@@ -72,7 +68,7 @@ class Block:
 
     @property
     def continued(self) -> str:
-        """Which block it continues: ``"block above"``, ``"first block"``, or nothing."""
+        """The block that it continues: ``"block above"``, ``"first block"``, or ``""``."""
         match = _CONTINUES.match(self.code)
         return match[1] if match else ""
 
@@ -85,13 +81,13 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page, in order."""
     text = page.read_text()
-    found = []
+    blocks = []
     for match in _BLOCK.finditer(text):
         indent = len(match["indent"])
         code = "\n".join(line[indent:] for line in match["code"].splitlines()) + "\n"
         line = text.count("\n", 0, match.start("language")) + 1
-        found.append(Block(match["language"], code, line, match["how"] or ""))
-    return found
+        blocks.append(Block(match["language"], code, line, match["how"] or ""))
+    return blocks
 
 
 def ranks_of(page: Path) -> int:
@@ -101,7 +97,7 @@ def ranks_of(page: Path) -> int:
 
 
 def stage() -> dict[str, Any]:
-    """Return what pages take for granted."""
+    """Return the names that pages use without a definition."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -121,10 +117,10 @@ def stage() -> dict[str, Any]:
 
 
 def run_page(path: str) -> list[str]:
-    """Run the code of a page; returns what went wrong, with page and line."""
+    """Run the code of a page; return its errors, with page and line."""
     page, faults = Path(path), []
     is_silent = page.relative_to(ROOT).as_posix() in SILENTLY_CONTINUED
-    first: dict[str, Any] = {}
+    first_names: dict[str, Any] = {}
     names: dict[str, Any] = {}
     logging.disable(logging.WARNING)
     printed = io.StringIO()
@@ -140,15 +136,15 @@ def run_page(path: str) -> list[str]:
             if block.language != "python":
                 continue
             code = block.code.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
-            # Lines as they are on the page.
+            # Empty lines before the code give errors the line numbers of the page.
             compiled = compile("\n" * block.line + code, str(page), "exec")
             if not block.is_run_here:
                 continue
             if block.continued == "first block":
-                names = first
+                names = first_names
             elif not names or not (block.continued or is_silent):
                 names = stage()
-            first = first or names
+            first_names = first_names or names
             try:
                 with contextlib.redirect_stdout(printed):
                     exec(compiled, names)
@@ -169,35 +165,23 @@ def _shared_folder() -> Iterator[str]:
             dist.barrier()
 
 
-def as_torchrun_starts_it(port: int, run: Callable[..., Any], *args: Any, **given: Any) -> Any:
+def as_torchrun_starts_it(port: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run code that makes the process group itself, and end the group."""
-    # The store is the test's, as it is torchrun's agent's: no port is let go and taken again.
+    # The test holds the store, as torchrun's agent does, so no other process can take the port.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
-        return run(*args, **given)
+        return run(*args, **kwargs)
     finally:
         dist.destroy_process_group()
 
 
 def not_printed(shown: str, printed: str) -> list[str]:
-    """Return which lines of an example output were not printed; numbers and files may differ."""
-    found = {_alike(line) for line in printed.splitlines()}
-    return [line for line in shown.splitlines() if _alike(line) not in found]
+    """Return the lines of an example output that were not printed, except numbers and files."""
+    printed_lines = {_normalize(line) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if _normalize(line) not in printed_lines]
 
 
-def _alike(line: str) -> str:
+def _normalize(line: str) -> str:
     line = re.sub(r"\S+\.(?:py|md):\d+", "FILE", line)
     return " ".join(re.sub(r"\d+\.\d+", "NUMBER", line).split())
-
-
-def output_of(command: str) -> str:
-    """Run a command in an interpreter of its own; returns what it prints.
-
-    In one where an op was on a list, its weights are cast anew in each call, which a report shows.
-    """
-    _, *given = shlex.split(command)
-    run = subprocess.run(
-        [sys.executable, *given], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return run.stdout + run.stderr

@@ -27,10 +27,17 @@ __all__ = [
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *(page for page in sorted(DOCS.rglob("*.md")) if DOCS / "results" not in page.parents),
-]
+
+
+def _pages() -> list[Path]:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    for page in sorted(DOCS.rglob("*.md")):
+        if DOCS / "results" not in page.parents:
+            pages.append(page)
+    return pages
+
+
+PAGES = _pages()
 #: Relative phrases in 1,000 words over all pages.
 MAX_PHRASES = 3.0
 #: Relative phrases in 1,000 words on any page above 500 words.
@@ -86,13 +93,18 @@ _OPENING_PRONOUN = re.compile(r"^\W*(?:It|They|Its|Their)\b")
 
 def paragraphs(page: Path) -> Iterator[str]:
     """Yield paragraphs, list items and table cells without headings, code, images and quotes."""
-    text = _NOT_PROSE.sub("\n\n", _FENCE.sub("\n\n", page.read_text()))
-    text = _LINK.sub(lambda match: match[1], _IMAGE.sub("", text))
-    text = _QUOTE.sub("QUOTE", _INLINE_CODE.sub("CODE", text))
-    for block in re.split(r"\n\s*\n", _ITEM.sub("\n\n", text)):
+    text = _FENCE.sub("\n\n", page.read_text())
+    text = _NOT_PROSE.sub("\n\n", text)
+    text = _IMAGE.sub("", text)
+    text = _LINK.sub(lambda match: match[1], text)
+    text = _INLINE_CODE.sub("CODE", text)
+    text = _QUOTE.sub("QUOTE", text)
+    text = _ITEM.sub("\n\n", text)
+    for block in re.split(r"\n\s*\n", text):
         if block.lstrip().startswith("|"):
-            cells = _CELL.split(block.replace("\n", " | "))
-            yield from (cell.strip() for cell in cells if cell.strip())
+            for cell in _CELL.split(block.replace("\n", " | ")):
+                if cell.strip():
+                    yield cell.strip()
         elif block.strip():
             yield " ".join(block.replace("\n> ", "\n").split())
 
@@ -110,32 +122,34 @@ def count_phrases(page: Path) -> int:
 def phrase_rate(pages: list[Path]) -> float:
     """Return relative phrases in 1,000 words over some pages."""
     words = sum(map(count_words, pages))
-    return 1000 * sum(map(count_phrases, pages)) / max(words, 1)
+    phrases = sum(map(count_phrases, pages))
+    return 1000 * phrases / max(words, 1)
 
 
 def faults(page: Path) -> list[str]:
     """Return the faults of a page, each with the rule that it breaks."""
-    found = []
+    problems = []
     for paragraph in paragraphs(page):
         if _OPENING_PRONOUN.match(paragraph):
-            found.append(f"a paragraph that opens with a pronoun: {paragraph[:80]}")
+            problems.append(f"a paragraph that opens with a pronoun: {paragraph[:80]}")
         for sentence in _END.split(paragraph):
             for rule, pattern in SENTENCE_RULES.items():
                 if pattern.search(sentence):
-                    found.append(f"{rule}: {sentence}")
+                    problems.append(f"{rule}: {sentence}")
     rate = phrase_rate([page])
     if count_words(page) > 500 and rate > MAX_PHRASES_ON_A_PAGE:
-        found.append(f"{rate:.1f} relative phrases in 1,000 words: {_phrases_of(page)}")
-    return found
+        problems.append(f"{rate:.1f} relative phrases in 1,000 words: {_phrases_of(page)}")
+    return problems
 
 
 def _phrases_of(page: Path) -> list[str]:
-    matches = (RELATIVE_PHRASE.finditer(paragraph) for paragraph in paragraphs(page))
-    return [
-        match.string[max(match.start() - 25, 0) : match.end() + 15]
-        for in_paragraph in matches
-        for match in in_paragraph
-    ]
+    """Return each relative phrase of a page with the words around it."""
+    phrases = []
+    for paragraph in paragraphs(page):
+        for match in RELATIVE_PHRASE.finditer(paragraph):
+            start = max(match.start() - 25, 0)
+            phrases.append(paragraph[start : match.end() + 15])
+    return phrases
 
 
 def broken_links(page: Path) -> list[str]:
@@ -143,7 +157,8 @@ def broken_links(page: Path) -> list[str]:
     broken = []
     text = _FENCE.sub("", page.read_text())
     for _, target in _LINK.findall(text):
-        if re.match(r"\w+:", target) or _is_generated(target):
+        is_address = re.match(r"\w+:", target)
+        if is_address or _is_generated(target):
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
@@ -160,14 +175,24 @@ def _is_generated(target: str) -> bool:
 
 
 def _anchors(page: Path) -> set[str]:
-    headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
-    slugs = {re.sub(r"[^\w\s-]", "", title.lower()).strip() for title, _ in headings}
-    return {re.sub(r"[-\s]+", "-", slug) for slug in slugs} | {name for _, name in headings}
+    anchors = set()
+    text = _FENCE.sub("", page.read_text())
+    for title, name in _HEADING.findall(text):
+        words = re.sub(r"[^\w\s-]", "", title.lower())
+        anchors.add(re.sub(r"[-\s]+", "-", words.strip()))
+        anchors.add(name)
+    return anchors
+
+
+def main(names: list[str]) -> None:
+    """Print the faults of the pages with these names, or of all pages."""
+    chosen_pages = [Path(name).resolve() for name in names] or PAGES
+    for chosen_page in chosen_pages:
+        for problem in [*faults(chosen_page), *broken_links(chosen_page)]:
+            print(f"{chosen_page.relative_to(ROOT)}: {problem}")
+    total_words = sum(map(count_words, chosen_pages))
+    print(f"{phrase_rate(chosen_pages):.1f} relative phrases in {total_words:,} words")
 
 
 if __name__ == "__main__":
-    chosen = [Path(name).resolve() for name in sys.argv[1:]] or PAGES
-    for each_page in chosen:
-        for fault in [*faults(each_page), *broken_links(each_page)]:
-            print(f"{each_page.relative_to(ROOT)}: {fault}")
-    print(f"{phrase_rate(chosen):.1f} relative phrases in {sum(map(count_words, chosen)):,} words")
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""README and docs: code runs, commands and links exist, English is plain, figures are results'."""
+"""README and docs: code runs, commands and links exist, English is plain, figures have results."""
 
 import functools
 import json
@@ -19,7 +19,6 @@ from tests.docs_code import (
     ROOT,
     blocks_of,
     not_printed,
-    output_of,
     ranks_of,
     run_page,
 )
@@ -32,81 +31,133 @@ from tests.docs_words import (
     phrase_rate,
 )
 from tests.docs_words import PAGES as PROSE
+from tests.forked_commands import run_commands
 from tests.house_style import EXCEPTIONS as HOUSE_STYLE
 
-HERE = [page for page in PAGES if any(b.is_run_here for b in blocks_of(page))]
+# The code of these pages imports the packages of a trainer on each rank, which takes long.
+SLOW_PAGES = ("docs/howto/lora.md",)
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in HERE if ranks_of(p) == 1], ids=lambda p: str(p.relative_to(ROOT))
-)
+def name_of(page: Path) -> str:
+    """Return the path of a page in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def pages_for(world_size: int) -> list[Any]:
+    """Return a case for each page with code that runs here on that many ranks."""
+    cases = []
+    for page in PAGES:
+        is_run_here = any(block.is_run_here for block in blocks_of(page))
+        if is_run_here and ranks_of(page) == world_size:
+            marks = [pytest.mark.slow] if name_of(page) in SLOW_PAGES else []
+            cases.append(pytest.param(page, id=name_of(page), marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("page", pages_for(1))
 def test_the_code_of_a_page_runs(page: Path) -> None:
     assert run_page(str(page)) == []
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in HERE if ranks_of(p) == 2], ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", pages_for(2))
 def test_the_code_of_a_page_for_two_ranks_runs_on_two(ranks2: Any, page: Path) -> None:
     assert ranks2.run(run_page, str(page)) == [[], []]
 
 
-OUTPUTS = {
-    block.how.removeprefix("output of: "): block.code
-    for page in PAGES
-    for block in blocks_of(page)
-    if block.how.startswith("output of: ")
-}
+def outputs_on_pages() -> dict[str, str]:
+    """Return the output that a page shows for a command, by command."""
+    outputs = {}
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.how.startswith("output of: "):
+                command = block.how.removeprefix("output of: ")
+                outputs[command] = block.code
+    return outputs
 
 
+OUTPUTS = outputs_on_pages()
+
+
+@pytest.fixture(scope="module")
+def printed_by_command() -> dict[str, str]:
+    """Run all commands on pages that have an output; return the output of each command."""
+    results = run_commands(list(OUTPUTS))
+    return {command: result.output for command, result in zip(OUTPUTS, results, strict=True)}
+
+
+@pytest.mark.xdist_group("output of commands")
 @pytest.mark.parametrize("command", OUTPUTS)
-def test_an_example_output_is_what_the_command_prints(command: str) -> None:
-    printed = output_of(command)
+def test_a_page_shows_the_output_of_a_command(
+    printed_by_command: dict[str, str], command: str
+) -> None:
+    printed = printed_by_command[command]
     assert not_printed(OUTPUTS[command], printed) == [], printed
 
 
-def test_each_output_says_what_prints_it() -> None:
-    outputs = [b for page in PAGES for b in blocks_of(page) if not b.language]
+def test_some_pages_show_the_output_of_a_command() -> None:
     assert len(OUTPUTS) > 2
-    assert all(re.match("printed$|output of: python ", b.how) for b in outputs)
 
 
-def commands() -> list[str]:
-    """Every command of a shell that a page shows."""
-    found = []
+def test_each_output_on_a_page_names_the_command_that_prints_it() -> None:
+    for page in PAGES:
+        for block in blocks_of(page):
+            if not block.language:
+                assert re.match("printed$|output of: python ", block.how), (page, block.line)
+
+
+def shell_commands() -> list[str]:
+    """Return every shell command that a page shows."""
+    commands = []
     for page in PAGES:
         text = page.read_text()
-        shells = [b.code for b in blocks_of(page) if b.language in ("console", "bash")]
-        lines = "".join(shells).replace("\\\n", " ").splitlines()
-        lines += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
-        lines += re.findall(r"`((?:python|torchrun|make) [^`\n]+)`", text)
-        found += lines
-    return found
+        for block in blocks_of(page):
+            if block.language in ("console", "bash"):
+                commands += block.code.replace("\\\n", " ").splitlines()
+        commands += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+        commands += re.findall(r"`((?:python|torchrun|make) [^`\n]+)`", text)
+    return commands
 
 
-def test_commands_name_what_exists() -> None:
-    faults = []
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for line in commands():
-        for module in re.findall(r"python\d? (?:-\w+ )*-m ([\w.]+)", line):
-            if module.split(".")[0] in ("distamp", "launch", "benchmarks", "tests"):
-                faults += [] if _is_module(module) else [f"no module {module}: {line}"]
-        for script in re.findall(
-            r"(?<!/)\b((?:launch|examples|benchmarks|docs)/[\w./]+\.(?:py|sh))", line
-        ):
-            faults += [] if (ROOT / script).is_file() else [f"no file {script}: {line}"]
-        if line.startswith("make "):
-            target = line.split()[1].strip("`")
-            faults += [] if target in targets else [f"no target {target}: {line}"]
-        faults += _wrong_flags(line)
-    assert faults == []
+COMMANDS = shell_commands()
+_MODULE = re.compile(r"python\d? (?:-\w+ )*-m ((?:distamp|launch|benchmarks|tests)\b[\w.]*)")
+_SCRIPT = re.compile(r"(?<!/)\b((?:launch|examples|benchmarks|docs)/[\w./]+\.(?:py|sh))")
+_TARGET = re.compile(r"^([\w-]+):", re.MULTILINE)
 
 
-def test_every_test_and_planted_fault_that_a_page_names_is_there() -> None:
+def test_each_module_of_a_command_exists() -> None:
+    modules = {module for command in COMMANDS for module in _MODULE.findall(command)}
+    assert len(modules) > 5
+    assert [module for module in modules if not _is_module(module)] == []
+
+
+def test_each_script_of_a_command_exists() -> None:
+    scripts = {script for command in COMMANDS for script in _SCRIPT.findall(command)}
+    assert len(scripts) > 5
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+def test_each_make_target_of_a_command_exists() -> None:
+    targets = _TARGET.findall((ROOT / "Makefile").read_text())
+    commands = [command for command in COMMANDS if command.startswith("make ")]
+    missing = [c for c in commands if c.split()[1].strip("`") not in targets]
+    assert commands
+    assert missing == []
+
+
+def test_each_flag_of_a_command_exists() -> None:
+    assert [fault for command in COMMANDS for fault in _wrong_flags(command)] == []
+
+
+def test_each_test_and_planted_fault_that_a_page_names_exists() -> None:
     text = "".join(page.read_text() for page in PAGES)
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    named = {*re.findall(r"`(test_\w+)`", text), *re.findall(r"planted: `(\w+)`", text)}
-    assert named - set(re.findall(r"^def (\w+)", sources, re.MULTILINE)) == set()
+    names = {*re.findall(r"`(test_\w+)`", text), *re.findall(r"planted: `(\w+)`", text)}
+    functions = set(re.findall(r"^def (\w+)", sources, re.MULTILINE))
+    assert names - functions == set()
+
+
+def test_each_file_of_the_tests_that_a_page_names_exists() -> None:
+    text = "".join(page.read_text() for page in PAGES)
     files = re.findall(r"`(tests/[\w/]+\.\w+)`", text)
     assert [file for file in files if not (ROOT / file).exists()] == []
 
@@ -118,24 +169,29 @@ def _is_module(name: str) -> bool:
 
 @functools.cache
 def flags_of_the_launcher() -> str:
-    """What its page of the reference says of them, which takes seconds to make."""
+    """Return the launcher's page of the reference, which takes seconds to make."""
     return LAUNCHER.generate_docs("markdown") + "--help"
 
 
 def _wrong_flags(line: str) -> list[str]:
-    """Flags of our two command lines that neither has."""
-    found = re.search(r"(-m distamp (\w+)|launch/train\.py)(.*)", line)
-    if found is None or "--completion" in line:
+    """Return the flags of a line that our command line, or the launcher, does not have."""
+    match = re.search(r"(-m distamp (\w+)|launch/train\.py)(.*)", line)
+    if match is None or "--completion" in line:
         return []
-    commands = parser()._subparsers._group_actions[0].choices
-    if found[2] and found[2] not in commands:
-        return [f"no command {found[2]}: {line}"]
-    known = commands[found[2]].format_help() if found[2] else flags_of_the_launcher()
-    flags = re.findall(r"(?<=\s)--[\w-]+", re.split("[#|]", found[3])[0])
-    return [f"no flag {flag}: {line}" for flag in flags if flag not in known]
+    command, arguments = match[2], match[3]
+    if command is None:
+        help_text = flags_of_the_launcher()
+    else:
+        parsers = parser()._subparsers._group_actions[0].choices
+        if command not in parsers:
+            return [f"no command {command}: {line}"]
+        help_text = parsers[command].format_help()
+    # A comment or another program may follow.
+    flags = re.findall(r"(?<=\s)--[\w-]+", re.split("[#|]", arguments)[0])
+    return [f"no flag {flag}: {line}" for flag in flags if flag not in help_text]
 
 
-# -- plain English, links, and figures that are those of the results -----------------------------
+# -- plain English, links, and figures that the results contain ------------------------------------
 
 RESULTS = DOCS / "results"
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+\.md)(?:#([^)\s]+))?\)")
@@ -144,22 +200,24 @@ _QUARTILES = re.compile(r"\d\.\d+ \[\d")
 _HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PROSE, ids=name_of)
 def test_a_page_is_in_plain_english(page: Path) -> None:
-    is_exception = page.relative_to(ROOT).as_posix() in EXCEPTIONS
-    found = faults(page)
-    assert bool(found) == is_exception, found or f"remove {page.name} from EXCEPTIONS"
+    faults_of_page = faults(page)
+    if name_of(page) in EXCEPTIONS:
+        assert faults_of_page, f"remove {page.name} from EXCEPTIONS"
+    else:
+        assert faults_of_page == []
 
 
 def test_relative_phrases_are_rare_over_all_rewritten_pages() -> None:
-    rewritten = [p for p in PROSE if p.relative_to(ROOT).as_posix() not in EXCEPTIONS]
+    rewritten = [page for page in PROSE if name_of(page) not in EXCEPTIONS]
     assert phrase_rate(rewritten) <= MAX_PHRASES, "python -m tests.docs_words lists them"
 
 
 LINKED = [*PROSE, *sorted(RESULTS.glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert broken_links(page) == []
 
@@ -199,45 +257,53 @@ def test_each_private_name_of_torch_is_on_the_page_of_torch_versions() -> None:
     for file, torch_names in names_by_file.items():
         if file.startswith("distamp/"):
             names.update(torch_names)
-    # A package whose only use is a name inside it.
+    # The code uses only names inside these two packages.
     names -= {"torch._C", "torch._compile"}
     missing = {name for name in names if f"`{name.removeprefix('torch._C.')}`" not in page}
     assert {name for name in missing if f"`{name.rpartition('.')[2]}`" not in page} == set()
 
 
 def numbers(text: str) -> set[str]:
-    return {each.replace(",", "") for each in _NUMBER.findall(text)}
+    """Return the numbers in a text, without the commas between thousands."""
+    return {number.replace(",", "") for number in _NUMBER.findall(text)}
+
+
+def anchor_of(title: str) -> str:
+    """Return the anchor that a site makes of a heading."""
+    words = re.sub(r"[^\w\s-]", "", title.lower())
+    return words.strip().replace(" ", "-")
 
 
 def section(page: Path, anchor: str | None) -> str:
-    """Return a page's text, or that under one heading of it."""
+    """Return the text of a page, or the text under one heading if an anchor is given."""
     text = page.read_text()
     if anchor is None:
         return text
-    headings = list(_HEADING.finditer(text))
-    for place, heading in enumerate(headings):
-        if re.sub(r"[^\w\s-]", "", heading[2].lower()).strip().replace(" ", "-") == anchor:
-            below = (h.start() for h in headings[place + 1 :] if len(h[1]) <= len(heading[1]))
-            return text[heading.end() : next(below, len(text))]
-    raise AssertionError(f"{page.name} has no #{anchor}")
+    start = depth = None
+    for heading in _HEADING.finditer(text):
+        marks, title = heading.groups()
+        if depth is None:
+            if anchor_of(title) == anchor:
+                start, depth = heading.end(), len(marks)
+        elif len(marks) <= depth:
+            return text[start : heading.start()]
+    assert start is not None, f"{page.name} has no #{anchor}"
+    return text[start:]
 
 
 def figures(page: Path) -> Iterator[tuple[str, Path, str | None]]:
-    """Yield each link of a page to a result: what it says, which page, which section."""
+    """Yield the label, the page and the section of each link to a result."""
     for label, target, anchor in _LINK.findall(page.read_text()):
-        there = (page.parent / target).resolve()
-        if there.parent == RESULTS:
-            yield label, there, anchor or None
+        result = (page.parent / target).resolve()
+        if result.parent == RESULTS:
+            yield label, result, anchor or None
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_figure_is_that_of_the_result_it_links_to(page: Path) -> None:
-    differ = [
-        f"{label!r}: no {number} in {result.name}{'#' + anchor if anchor else ''}"
-        for label, result, anchor in figures(page)
-        for number in sorted(numbers(label) - numbers(section(result, anchor)))
-    ]
-    assert differ == []
+@pytest.mark.parametrize("page", PROSE, ids=name_of)
+def test_a_figure_is_in_the_result_that_its_link_leads_to(page: Path) -> None:
+    for label, result, anchor in figures(page):
+        missing = numbers(label) - numbers(section(result, anchor))
+        assert missing == set(), f"{label!r} in {result.name}, section {anchor}"
 
 
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.stem)
@@ -249,28 +315,31 @@ def test_a_result_begins_with_its_date_commit_and_command(page: Path) -> None:
 
 
 def test_figures_are_compared() -> None:
-    found = [label for page in PROSE for label, _, _ in figures(page) if numbers(label)]
-    assert len(found) > 30
+    labels = [label for page in PROSE for label, _, _ in figures(page) if numbers(label)]
+    assert len(labels) > 30
 
 
 def test_a_measured_ratio_links_to_its_result() -> None:
-    bare = {}
     for page in PROSE:
         text = _LINK.sub("", page.read_text())
-        bare[page.name] = [line for line in text.splitlines() if _QUARTILES.search(line)]
-    assert {name: lines for name, lines in bare.items() if lines} == {}
+        lines = [line for line in text.splitlines() if _QUARTILES.search(line)]
+        assert lines == [], page.name
 
 
-def test_each_claim_of_the_evidence_has_a_command_and_its_tests_are_there() -> None:
-    text = (DOCS / "evidence.md").read_text()
-    rows = [r for r in text.splitlines() if r.startswith("|") and re.search(r"\| \d{4}-", r)]
-    assert len(rows) > 20
-    assert [
-        row for row in rows if not re.search(r"`[^`]*(?:python|make|torchrun) [^`]+`", row)
-    ] == []
-    named = re.findall(r"\btests/[\w/]+(?:\.py)?", text)
-    assert len(named) > 10
-    assert [each for each in named if not (ROOT / each).exists()] == []
+EVIDENCE = (DOCS / "evidence.md").read_text()
+
+
+def test_each_claim_of_the_evidence_has_a_command() -> None:
+    dated_rows = re.findall(r"^\|.*\| \d{4}-.*$", EVIDENCE, re.MULTILINE)
+    command = re.compile(r"`[^`]*(?:python|make|torchrun) [^`]+`")
+    assert len(dated_rows) > 20
+    assert [row for row in dated_rows if not command.search(row)] == []
+
+
+def test_each_test_file_of_the_evidence_exists() -> None:
+    files = re.findall(r"\btests/[\w/]+(?:\.py)?", EVIDENCE)
+    assert len(files) > 10
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 # -- the site: any warning is an error -------------------------------------------------------------
@@ -310,16 +379,14 @@ ON_THE_SITE = {
 @pytest.mark.parametrize("page", ON_THE_SITE)
 def test_names_flags_and_examples_of_the_code_are_on_the_site(site: Path, page: str) -> None:
     text = (site / page).read_text()
-    assert [each for each in ON_THE_SITE[page] if each not in text] == []
+    missing = [expected for expected in ON_THE_SITE[page] if expected not in text]
+    assert missing == []
 
 
 @built_once
 def test_nothing_is_fetched_from_elsewhere_when_a_page_is_read(site: Path) -> None:
-    loads = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"')
-    found = {
-        match
-        for path in site.rglob("*.html")
-        for match in loads.findall(path.read_text())
-        if "canonical" not in match
-    }
-    assert found == set()
+    element = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"')
+    for path in site.rglob("*.html"):
+        addresses = element.findall(path.read_text())
+        loaded = [address for address in addresses if "canonical" not in address]
+        assert loaded == [], path.name

@@ -1,12 +1,10 @@
-"""``python -m distamp``: what it finds, prints and exits with; and doctor never hangs."""
+"""``python -m distamp``: its findings, its output and its exit codes. Doctor never hangs."""
 
 import contextlib
 import io
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +16,7 @@ from torch import nn
 import distamp
 from distamp.__main__ import main
 from distamp.doctor import diagnose
+from tests.forked_commands import run_commands
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,18 +24,29 @@ ROOT = Path(__file__).parents[1]
 def on_rank(
     rank: int | None, world: int, port: int, changed: dict[str, str], args: list[str]
 ) -> tuple[int, str, str]:
-    """Run the command as torchrun starts it; returns exit code, output and errors.
+    """Run the command as torchrun starts it; return exit code, output and errors.
 
-    ``changed`` is what rank 1 has otherwise: variables, and ``"version"``.
+    Args:
+        rank: This rank, or None for the rank of the pool.
+        world: The number of ranks.
+        port: The port of the store.
+        changed: Environment variables of rank 1 alone, and its ``"version"`` of distamp.
+        args: The arguments of ``doctor``.
     """
     rank = int(os.environ["RANK"]) if rank is None else rank
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    changed = changed if rank == 1 else {}
-    version = changed.pop("version", distamp.__version__)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
+    version = distamp.__version__
+    if rank == 1:
+        version = changed.pop("version", version)
+        environment |= changed
     output, errors = io.StringIO(), io.StringIO()
     with (
-        mock.patch.dict(os.environ, {**place, **changed, "RANK": str(rank)}),
-        mock.patch.dict(os.environ, {"WORLD_SIZE": str(world)}),
+        mock.patch.dict(os.environ, environment),
         mock.patch.object(distamp, "__version__", version),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
@@ -51,8 +61,8 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def two(pool: Any, *args: str, **changed: str) -> list[tuple[int, str, str]]:
-    """What two ranks say."""
+def run_on_two(pool: Any, *args: str, **changed: str) -> list[tuple[int, str, str]]:
+    """Run ``doctor`` on two ranks; return exit code, output and errors of each."""
     return pool.run(on_rank, None, 2, free_port(), changed, list(args), group="none")
 
 
@@ -64,34 +74,41 @@ def test_a_sound_machine_has_no_problem(capsys: pytest.CaptureFixture[str]) -> N
     assert (diagnosis["problems"], diagnosis["ranks"]) == ([], 1)
 
 
-def test_it_tells_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diagnosis_contains_no_host_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "secret-host")
     text = diagnose().to_json()
     for private in (socket.gethostname(), str(Path.home()), str(ROOT), "secret-host"):
         assert private not in text
 
 
-def test_two_ranks_are_alike_or_both_are_told_what_differs(ranks2: Any) -> None:
-    (first, out, _), (second, silent, _) = two(ranks2)
-    assert (first, second, silent) == (0, 0, "")
-    page = dict(line.split(maxsplit=1) for line in out.splitlines())
-    assert (page["ranks"], page["problems"]) == ("2", "none")
-    (first, out, _), (second, silent, error) = two(ranks2, version="9.9")
-    assert (first, second, silent) == (1, 1, "")
-    wanted = f"distamp differs between ranks: {distamp.__version__} on [0], 9.9 on [1]"
-    assert wanted in out
-    assert wanted in error
+def test_two_ranks_without_a_problem_print_one_page(ranks2: Any) -> None:
+    (first_code, output, _), (second_code, second_output, _) = run_on_two(ranks2)
+    assert (first_code, second_code) == (0, 0)
+    assert second_output == ""
+    page = dict(line.split(maxsplit=1) for line in output.splitlines())
+    assert page["ranks"] == "2"
+    assert page["problems"] == "none"
+
+
+def test_two_ranks_with_different_versions_both_name_the_difference(ranks2: Any) -> None:
+    first, second = run_on_two(ranks2, version="9.9")
+    assert (first[0], second[0]) == (1, 1)
+    problem = f"distamp differs between ranks: {distamp.__version__} on [0], 9.9 on [1]"
+    assert problem in first[1]
+    assert second[1] == ""
+    assert problem in second[2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_without_its_peer_ends_with_a_reason(rank: int) -> None:
-    code, *said = on_rank(rank, 2, free_port(), {}, ["--timeout", "1"])
+    code, output, errors = on_rank(rank, 2, free_port(), {}, ["--timeout", "1"])
     assert code == 1
-    assert f"rank {rank} does not reach the 2 ranks" in said[rank]
+    page = output if rank == 0 else errors
+    assert f"rank {rank} does not reach the 2 ranks" in page
 
 
 def test_a_group_that_cannot_connect_is_a_problem_on_all_ranks(ranks2: Any) -> None:
-    answers = two(ranks2, "--timeout", "5", GLOO_SOCKET_IFNAME="no-such-interface")
+    answers = run_on_two(ranks2, "--timeout", "3", GLOO_SOCKET_IFNAME="no-such-interface")
     assert [code for code, _, _ in answers] == [1, 1]
 
 
@@ -210,38 +227,64 @@ def a_model_of_nothing():
     return nn.ReLU(), torch.ones(1, 2)
 
 
-def test_check_says_whether_a_step_keeps_its_contract(capsys, tmp_path):
+def test_check_writes_a_step_without_violations(capsys, tmp_path):
     path = tmp_path / "contract.json"
     assert main(["check", "tests.test_doctor:trains", "--json", str(path)]) == 0
     assert "0 violations" in capsys.readouterr().out
-    assert json.loads(path.read_text())["seen"]["compute"] == {"bf16": 2}
+    contract = json.loads(path.read_text())
+    assert contract["seen"]["compute"] == {"bf16": 2}
+
+
+def test_check_finds_a_violation_of_the_level(capsys):
     assert main(["check", "tests.test_doctor:trains", "--level", "fp32"]) == 1
     assert "declared fp32, found bf16" in capsys.readouterr().out
+
+
+def test_check_finds_a_violation_of_the_contract_that_the_factory_returns():
     assert main(["check", "tests.test_doctor:trains_as_declared"]) == 1
 
 
 def run(capsys, *arguments):
+    """Run ``preflight``; return its exit code, its output and its errors."""
     code = main(["preflight", *arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_options_are_followed_and_an_error_is_exit_code_1(capsys, tmp_path):
+def test_preflight_follows_its_options(capsys, tmp_path):
     path = tmp_path / "preflight.json"
-    chosen = ("--device-type", "cpu", "--level", "bf16", "--json", str(path))
-    code, out, _ = run(capsys, "tests.test_doctor:with_loss", *chosen)
+    options = ("--device-type", "cpu", "--level", "bf16", "--json", str(path))
+    code, out, _ = run(capsys, "tests.test_doctor:with_loss", *options)
     assert code == 0
     assert "bfloat16" in out
     assert "exp" in out
     assert "findings" in json.loads(path.read_text())
+
+
+def test_an_error_that_preflight_finds_is_exit_code_1(capsys):
     code, out, _ = run(capsys, "examples.precision_report:mistaken")
     assert code == 1
     assert "binary_cross_entropy" in out
 
 
-def test_weights_are_made_only_where_it_is_asked_for(capsys):
-    for code, *given in ((0, "on_meta"), (2, "reads_values"), (0, "reads_values", "--allocate")):
-        assert run(capsys, f"tests.test_doctor:{given[0]}", *given[1:])[0] == code
+@pytest.mark.parametrize(
+    ("arguments", "expected_code"),
+    [
+        pytest.param(["tests.test_doctor:on_meta"], 0, id="weights are on meta"),
+        pytest.param(["tests.test_doctor:reads_values"], 2, id="values cannot be read"),
+        pytest.param(["tests.test_doctor:reads_values", "--allocate"], 0, id="--allocate"),
+    ],
+)
+def test_preflight_allocates_weights_only_if_it_is_told_to(capsys, arguments, expected_code):
+    code, _, _ = run(capsys, *arguments)
+    assert code == expected_code
+
+
+def assert_one_line(errors: str, message: str) -> None:
+    """Assert that a command printed one line that contains a message, and no traceback."""
+    assert errors.startswith("distamp: ")
+    assert errors.count("\n") == 1
+    assert message in errors
 
 
 @pytest.mark.parametrize(
@@ -263,10 +306,9 @@ def test_weights_are_made_only_where_it_is_asked_for(capsys):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, factory, message):
     code, out, err = run(capsys, factory)
-    assert (code, out) == (2, "")
-    assert err.startswith("distamp: ")
-    assert err.count("\n") == 1
-    assert message in err
+    assert code == 2
+    assert out == ""
+    assert_one_line(err, message)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +328,7 @@ def test_check_refuses_other_values_of_a_factory_in_a_sentence(capsys, factory, 
     assert main(["check", f"tests.test_doctor:{factory}"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("distamp: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    assert_one_line(captured.err, message)
 
 
 def test_a_module_that_raises_while_it_is_imported_is_named(capsys, tmp_path, monkeypatch):
@@ -317,27 +357,16 @@ def test_a_factory_that_gives_too_little_or_too_much_ends_in_a_sentence(
     assert main([command, f"tests.test_doctor:{factory}"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("distamp: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    assert_one_line(captured.err, message)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("distamp preflight mine:make", 0, "linear"),
-        ("distamp.doctor", 1, "the command is python -m distamp doctor"),
-    ],
-)
-def test_it_runs_as_a_module_from_any_folder(tmp_path, words, code, said):
+def test_the_package_runs_as_a_module_from_any_folder(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", *words.split()],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stderr
+    commands = ["python -m distamp preflight mine:make", "python -m distamp.doctor"]
+    preflight, doctor = run_commands(commands, tmp_path)
+    assert preflight.exit_code == 0, preflight.output
+    assert "linear" in preflight.output
+    assert doctor.exit_code == 1
+    assert "the command is python -m distamp doctor" in doctor.output
