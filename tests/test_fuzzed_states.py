@@ -1,7 +1,6 @@
-"""Damaged states: a clear error, and the object is as it was.
+"""Damaged states raise a clear error and leave the object unchanged, or they load and work.
 
 A state is damaged in one place: a value of a wrong type, shape or range, or a key that is missing.
-What loads must leave an object that works.
 """
 
 import copy
@@ -41,7 +40,14 @@ MISSING = "missing"
 
 @dataclass
 class Subject:
-    """Something that loads: how, everything that loading could have changed, and a use of it."""
+    """An object that loads a state.
+
+    Attributes:
+        load: Its ``load_state_dict``.
+        changed: Functions that return the states which loading can change.
+        works: A use of the object, which raises if the object is broken.
+        state: A valid state.
+    """
 
     load: Callable[[Any], None]
     changed: list[Callable[[], Any]]
@@ -52,38 +58,38 @@ class Subject:
         self.works()
         self.state = self.load.__self__.state_dict()  # type: ignore[attr-defined]
 
-    def seen(self) -> Any:
-        """A copy of what could have changed, in which tensors can be compared."""
+    def snapshot(self) -> Any:
+        """Return a copy of the states, with tensors as lists that ``==`` can compare."""
         states = [read() for read in self.changed]
         return copy.deepcopy(tree_map_only(Tensor, lambda it: (it.dtype, it.tolist()), states))
 
 
 def scaler(**settings: Any) -> Subject:
-    made, (weight, optimizer) = DistGradScaler("cpu", **settings), sgd(1.0, lr=0.1)
-    works = functools.partial(iteration, made, optimizer, weight, 1.0)
-    return Subject(made.load_state_dict, [made.state_dict], works)
+    grad_scaler, (weight, optimizer) = DistGradScaler("cpu", **settings), sgd(1.0, lr=0.1)
+    works = functools.partial(iteration, grad_scaler, optimizer, weight, 1.0)
+    return Subject(grad_scaler.load_state_dict, [grad_scaler.state_dict], works)
 
 
 def amp() -> Subject:
     model = nn.Linear(3, 2)
-    made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "fp16-O2")
+    handle = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "fp16-O2")
 
     def step() -> None:
-        made.zero_grad()
-        made.backward(made.model(torch.ones(1, 3).half()).float().sum())
-        made.step()
+        handle.zero_grad()
+        handle.backward(handle.model(torch.ones(1, 3).half()).float().sum())
+        handle.step()
 
-    (masters,) = made.masters
-    # The scale is loaded first.
-    return Subject(made.load_state_dict, [masters.state_dict, model.state_dict], step)
+    (masters,) = handle.masters
+    # The handle loads the scale first, so the scale may change before an error.
+    return Subject(handle.load_state_dict, [masters.state_dict, model.state_dict], step)
 
 
 def hook() -> Subject:
     model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
-    made = comm_hooks.register_comm_hook(model, "int8")
+    hook_state = comm_hooks.register_comm_hook(model, "int8")
     return Subject(
-        made.load_state_dict,
-        [made.state_dict],
+        hook_state.load_state_dict,
+        [hook_state.state_dict],
         lambda: model(torch.ones(2, 5)).sum().backward(),
     )
 
@@ -95,55 +101,60 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
-def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value of a nested state that can be replaced, and to the whole."""
+def paths(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of the state itself, and the path of each value in it."""
     yield path
     if isinstance(state, dict | list):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from places(value, (*path, key))
+            yield from paths(value, (*path, key))
 
 
-def damaged(state: dict[str, Any], path: tuple[Any, ...], how: Any) -> Any:
-    """A copy with another value at ``path``, or without it."""
+def damaged(state: dict[str, Any], path: tuple[Any, ...], wrong_value: Any) -> Any:
+    """Return a copy with a wrong value at a path, or without the key if it is ``MISSING``."""
     if not path:
-        return how
+        return wrong_value
     changed = copy.deepcopy(state)
     *parents, last = path
     inner: Any = changed
-    for each in parents:
-        inner = inner[each]
-    inner[last] = how
-    if how is MISSING:
+    for key in parents:
+        inner = inner[key]
+    inner[last] = wrong_value
+    if wrong_value is MISSING:
         del inner[last]
     return changed
 
 
 def loads_or_refuses(subject: Subject, state: Any) -> bool:
-    """Whether it loaded; an error must be a clear one, after which all is as it was."""
-    before, refusal = subject.seen(), None
+    """Load a state; return whether it loaded.
+
+    An error must have a message and leave the object unchanged.
+    """
+    snapshot, refusal = subject.snapshot(), None
     try:
         subject.load(state)
     except CLEAR as error:
         refusal = str(error)
     assert refusal != "", "an error without a message"
-    assert refusal is None or subject.seen() == before, f"changed, then {refusal}"
+    assert refusal is None or subject.snapshot() == snapshot, f"changed, then {refusal}"
     return refusal is None
 
 
 def damage(make: Callable[[], Subject]) -> tuple[int, list[str]]:
-    """How many damaged states were refused, and what went wrong with any."""
+    """Load damaged states; return the number of refused ones, and the faults."""
     refused, faults, subject = 0, [], make()
-    for path, how in itertools.product(places(subject.state), [MISSING, *WRONG]):
+    for path, wrong_value in itertools.product(paths(subject.state), [MISSING, *WRONG]):
         try:
-            if not loads_or_refuses(subject, damaged(subject.state, path, how)):
+            if not loads_or_refuses(subject, damaged(subject.state, path, wrong_value)):
                 refused += 1
                 continue
-            assert path or how == {}, "it is no state"
+            assert path or wrong_value == {}, "it is no state"
             subject.works()
         except Exception as error:
-            # So torch refuses the empty state of a scaler that was not enabled.
-            if path or how != {} or not isinstance(error, RuntimeError):
-                faults.append(f"{path} = {how!r}: {type(error).__name__}: {error}"[:300])
+            # torch raises a RuntimeError for the empty state of a disabled scaler.
+            is_torchs_refusal = isinstance(error, RuntimeError) and wrong_value == {}
+            if path or not is_torchs_refusal:
+                message = f"{path} = {wrong_value!r}: {type(error).__name__}: {error}"
+                faults.append(message[:300])
         subject = make()
     return refused, faults
 

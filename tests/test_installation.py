@@ -1,4 +1,4 @@
-"""install: which names change, when, and what a script written for torch then gets."""
+"""patch_torch: the names that change, the time of the change, and scripts written for torch."""
 
 import contextlib
 import copy
@@ -31,24 +31,25 @@ PLACES = [
     ("torch.cpu.amp.grad_scaler", "GradScaler"),
     ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
 ]
-# Its arguments have an order of their own.
+# The order of the arguments differs from that of torch.amp.GradScaler.
 SHARDED = (8.0, 0.25, 8.0, 3)
 
 
-def classes() -> list[type]:
+def scaler_classes() -> list[type]:
+    """Return the classes behind the names in ``PLACES``."""
     return [getattr(importlib.import_module(module), name) for module, name in PLACES]
 
 
 @pytest.fixture(autouse=True)
-def _torch_as_it_was() -> Iterator[None]:
-    before = classes()
+def _torch_is_restored() -> Iterator[None]:
+    original_classes = scaler_classes()
     yield
-    assert classes() == before
+    assert scaler_classes() == original_classes
 
 
 @contextlib.contextmanager
 def installed(**settings: object) -> Iterator[distamp.installation.Installation]:
-    """``with distamp.patch_torch()``, whatever trainers this process has imported before."""
+    """Enter ``distamp.patch_torch()`` without a warning about trainers imported before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was called after.*")
         installation = distamp.patch_torch(**settings)
@@ -57,7 +58,7 @@ def installed(**settings: object) -> Iterator[distamp.installation.Installation]
 
 
 def train(scaler: torch.amp.GradScaler, *gradients: float) -> float:
-    """A weight of 1 after a step of 0.25 for each gradient."""
+    """Return a weight of 1 after a step of 0.25 for each gradient."""
     weight, optimizer = sgd(1.0, lr=0.25)
     for gradient in gradients:
         iteration(scaler, optimizer, weight, gradient, unscale=True)
@@ -65,83 +66,142 @@ def train(scaler: torch.amp.GradScaler, *gradients: float) -> float:
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
-def test_every_name_is_ours_until_the_end_and_scalers_outlive_it(settings):
-    theirs = sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED)
+def test_each_name_of_torch_is_a_dist_grad_scaler_while_torch_is_patched(settings):
     with installed(**settings):
-        assert all(issubclass(cls, DistGradScaler) for cls in classes())
-        assert torch.amp.GradScaler is torch.GradScaler is torch.amp.grad_scaler.GradScaler
-        assert settings or torch.amp.GradScaler is DistGradScaler
-        made = [
-            torch.amp.GradScaler("cpu", init_scale=8.0),
-            torch.cpu.amp.GradScaler(8.0),
-            sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED),
-        ]
-        copies = [pickle.loads(pickle.dumps(scaler)) for scaler in made]
-        assert theirs.state_dict().items() <= made[-1].state_dict().items()
+        for cls in scaler_classes():
+            assert issubclass(cls, DistGradScaler)
+        assert torch.amp.GradScaler is torch.GradScaler
+        assert torch.amp.GradScaler is torch.amp.grad_scaler.GradScaler
+    for cls in scaler_classes():
+        assert not issubclass(cls, DistGradScaler)
+
+
+def test_without_settings_the_class_is_dist_grad_scaler_itself():
+    with installed():
+        assert torch.amp.GradScaler is DistGradScaler
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.amp.GradScaler("cpu", init_scale=8.0), id="amp"),
+        pytest.param(lambda: torch.cpu.amp.GradScaler(8.0), id="cpu.amp"),
+        pytest.param(lambda: sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED), id="sharded"),
+    ],
+)
+def test_a_scaler_can_be_copied_and_pickled_after_torch_is_restored(make, settings):
+    with installed(**settings):
+        scaler = make()
+        pickled = pickle.loads(pickle.dumps(scaler))
+    for twin in (pickled, copy.deepcopy(scaler)):
+        assert type(twin) is type(scaler)
+        assert twin.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+def test_the_sharded_scaler_takes_its_arguments_in_torchs_order(settings):
+    original = sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED)
+    with installed(**settings):
+        scaler = sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED)
+    state = scaler.state_dict()
+    for key, value in original.state_dict().items():
+        assert state[key] == value, key
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+def test_the_end_of_an_inner_patch_leaves_the_outer_patch(settings):
+    with installed(**settings):
         with distamp.patch_torch() as inner:
             assert not inner.first
         assert issubclass(torch.amp.GradScaler, DistGradScaler)
-    for scaler, other in zip(made * 2, copies + copy.deepcopy(made), strict=True):
-        assert (type(other), other.get_scale()) == (type(scaler), 8.0)
+
+
+def test_torch_is_restored_after_an_error():
     with pytest.raises(KeyError), installed():
         raise KeyError
     distamp.unpatch_torch()
-    assert not any(issubclass(cls, DistGradScaler) for cls in classes())
+    assert not issubclass(torch.amp.GradScaler, DistGradScaler)
 
 
-def test_it_says_which_modules_had_the_class_or_one_of_its_own_before(monkeypatch):
+def test_modules_that_imported_or_subclassed_the_class_before_are_named(monkeypatch):
     early = types.ModuleType("early_trainer")
     monkeypatch.setitem(sys.modules, "early_trainer", early)
     early.Taken = torch.cuda.amp.GradScaler
     early.Derived = type("Derived", (torch.amp.GradScaler,), {})
     early.Other, early.ours = torch.optim.Adam, DistGradScaler
     with pytest.warns(RuntimeWarning, match=r"early_trainer\.Derived"):
-        done = distamp.patch_torch()
-    with done:
-        named = [name for name in done.late if name.startswith("early_trainer.")]
-    assert named == ["early_trainer.Derived", "early_trainer.Taken"]
+        installation = distamp.patch_torch()
+    with installation:
+        late_names = [name for name in installation.late if name.startswith("early_trainer.")]
+    assert late_names == ["early_trainer.Derived", "early_trainer.Taken"]
+
+
+def make_a_subclass() -> torch.amp.GradScaler:
+    """Return a scaler of a class that derives from torch's name, as a trainer defines it."""
+
+    class TrainersScaler(torch.amp.GradScaler):
+        pass
+
+    return TrainersScaler("cpu", init_scale=1.0)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.amp.GradScaler("cpu", init_scale=1.0),
-        lambda: torch.cpu.amp.GradScaler(1.0),
-        lambda: sharded_grad_scaler.ShardedGradScaler("cpu", 1.0),
-        lambda: type("Mine", (torch.amp.GradScaler,), {})("cpu", init_scale=1.0),
+        pytest.param(lambda: torch.amp.GradScaler("cpu", init_scale=1.0), id="amp"),
+        pytest.param(lambda: torch.cpu.amp.GradScaler(1.0), id="cpu.amp"),
+        pytest.param(lambda: sharded_grad_scaler.ShardedGradScaler("cpu", 1.0), id="sharded"),
+        pytest.param(make_a_subclass, id="subclass"),
     ],
 )
 def test_a_scaler_that_a_trainer_makes_takes_the_settings(make):
     with installed(min_scale=0.5, max_consecutive_skips=2, growth_interval=7):
         scaler = make()
-        own = torch.amp.GradScaler("cpu", growth_interval=3)
-    assert (scaler.get_growth_interval(), own.get_growth_interval()) == (7, 3)
-    for other in (copy.deepcopy(scaler), scaler):
+    assert scaler.get_growth_interval() == 7
+    for trained in (copy.deepcopy(scaler), scaler):
         with pytest.raises(LossScaleCollapseError):
-            train(other, *[torch.inf] * 3)
-        assert other.get_scale() == 0.5
+            train(trained, torch.inf, torch.inf, torch.inf)
+        assert trained.get_scale() == 0.5
 
 
-@pytest.mark.parametrize("guard", [True, False])
-def test_a_scaler_that_is_made_disabled_guards_where_that_was_asked_for(guard):
-    """As karpathy's nanoGPT and many others make it in bf16."""
-    with installed(guard=guard):
-        left = train(torch.amp.GradScaler("cpu", enabled=False), 1.0, torch.nan)
-    assert math.isnan(left) is not guard, "without a guard as with torch's"
+def test_an_argument_of_the_trainer_overrides_a_setting():
+    with installed(growth_interval=7):
+        scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    assert scaler.get_growth_interval() == 3
 
 
-def test_a_setting_that_cannot_be_is_refused_at_once():
+def test_a_disabled_scaler_skips_a_nan_if_guard_is_set():
+    """karpathy's nanoGPT and many other scripts make a disabled scaler for bf16."""
+    with installed(guard=True):
+        weight = train(torch.amp.GradScaler("cpu", enabled=False), 1.0, torch.nan)
+    assert not math.isnan(weight)
+
+
+def test_a_disabled_scaler_steps_with_a_nan_without_guard_as_torchs_does():
+    with installed(guard=False):
+        weight = train(torch.amp.GradScaler("cpu", enabled=False), 1.0, torch.nan)
+    assert math.isnan(weight)
+
+
+def test_an_impossible_setting_is_refused_at_once():
     with pytest.raises(ConfigError, match="min_scale"):
         distamp.patch_torch(min_scale=-1.0)
+
+
+def test_an_unknown_setting_is_refused_at_once():
     with pytest.raises(TypeError, match="no_such"):
         distamp.patch_torch(no_such=1)
+
+
+def test_other_settings_are_refused_while_torch_is_patched():
     with installed(), pytest.raises(CallOrderError, match="unpatch_torch"):
         distamp.patch_torch(min_scale=0.5)
 
 
 @on_ranks(2)
-def test_where_only_some_ranks_train_a_group_says_which():
-    """Without a group the scaler of rank 0 would wait for the other."""
+def test_a_process_group_of_one_rank_lets_that_rank_train_alone():
+    """With the default group, the scaler of rank 0 would wait for rank 1."""
     groups = [dist.new_group([rank]) for rank in range(2)]
     if dist.get_rank() == 0:
         with installed(process_group=groups[0]):

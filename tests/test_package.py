@@ -1,4 +1,4 @@
-"""What gets installed: the package, its data and its types, and nothing else."""
+"""The wheel has the package, its data and its types alone; the sdist has the sources of tests."""
 
 import re
 import subprocess
@@ -7,45 +7,72 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import distamp
 
 ROOT = Path(__file__).parents[1]
 
 
-def built(kind: str, folder: Path) -> Path:
-    """What is published, made from the tree."""
+def build(kind: str, folder: Path) -> Path:
+    """Build the distribution of a kind, ``wheel`` or ``sdist``; return its path."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (made,) = folder.iterdir()
-    return made
+    (distribution,) = folder.iterdir()
+    return distribution
 
 
-def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
-    names = zipfile.ZipFile(built("wheel", tmp_path)).namelist()
-    tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"distamp"}
-    packaged = {name for name in names if name.startswith("distamp/")}
-    wanted = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "distamp").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert packaged == wanted
+def files_of_the_package() -> set[str]:
+    """Return the files of distamp in the tree."""
+    files = set()
+    for path in (ROOT / "distamp").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files.add(path.relative_to(ROOT).as_posix())
+    return files
+
+
+def test_the_wheel_has_the_files_of_the_package_alone(tmp_path: Path) -> None:
+    wheel = zipfile.ZipFile(build("wheel", tmp_path))
+    packaged = set()
+    for name in wheel.namelist():
+        folder = name.split("/")[0]
+        if not folder.endswith(".dist-info"):
+            packaged.add(name)
+    assert packaged == files_of_the_package()
     assert "distamp/py.typed" in packaged
 
 
-def test_the_sdist_holds_what_its_tests_and_its_site_need(tmp_path: Path) -> None:
-    with tarfile.open(built("sdist", tmp_path)) as made:
-        names = {"/".join(name.split("/")[1:]) for name in made.getnames()}
-    needed = [
-        *("mkdocs.yml", "SECURITY.md", "CITATION.cff", "constraints.txt", "docs/index.md"),
-        *("launch/train.py", "tests/ranks.py", "examples/first_run.py", "benchmarks/common.py"),
-    ]
-    assert [name for name in needed if name not in names] == []
-    assert [name for name in names if name.startswith((".venv", "runs", "tests/__pycache__"))] == []
+#: Files that the tests and the site need.
+NEEDED = {
+    "CITATION.cff",
+    "SECURITY.md",
+    "benchmarks/common.py",
+    "constraints.txt",
+    "docs/index.md",
+    "examples/first_run.py",
+    "launch/train.py",
+    "mkdocs.yml",
+    "tests/ranks.py",
+}
 
 
-def test_the_version_is_the_same_wherever_it_is_written() -> None:
-    for name, line in (("CITATION.cff", r"^version: (.*)$"), ("CHANGELOG.md", r"^## (\S+)")):
-        (first, *_) = re.findall(line, (ROOT / name).read_text(), re.MULTILINE)
-        assert first == distamp.__version__, name
+def test_the_sdist_has_the_sources_and_no_outputs(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert names >= NEEDED
+    outputs = (".venv", "runs", "tests/__pycache__")
+    assert [name for name in names if name.startswith(outputs)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        pytest.param("CITATION.cff", r"^version: (.*)$", id="citation"),
+        pytest.param("CHANGELOG.md", r"^## (\S+)", id="changelog"),
+    ],
+)
+def test_a_file_has_the_version_of_the_package(file: str, line: str) -> None:
+    text = (ROOT / file).read_text()
+    match = re.search(line, text, re.MULTILINE)
+    assert match is not None
+    assert match[1] == distamp.__version__
