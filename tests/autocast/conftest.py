@@ -1,4 +1,4 @@
-"""What every autocast test leaves behind: the thread's autocast state as it found it."""
+"""Helpers of the autocast tests, and a check that a test restores the thread's autocast state."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,33 +12,35 @@ X = torch.ones(2, 2)
 
 
 def product() -> torch.dtype:
-    """The dtype in which this thread computes a matrix product."""
+    """Return the dtype in which this thread computes a matrix product."""
     return torch.mm(X, X).dtype
 
 
-def in_thread(fn: Callable[[], Any]) -> Any:
-    """What ``fn`` returns in a new thread."""
+def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a new thread; return its result."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(fn).result()
+        return pool.submit(function).result()
 
 
 def thread_state() -> list[object]:
-    """All of torch's autocast state in this thread, read setting by setting, nesting last."""
+    """Return torch's autocast settings in this thread, the depth of nested regions last."""
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return [
-        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICE_TYPES),
-        torch.is_autocast_cache_enabled(),
-        nesting,
-    ]
+    settings: list[object] = []
+    for device_type in DEVICE_TYPES:
+        enabled = torch.is_autocast_enabled(device_type)
+        settings.append((device_type, enabled, torch.get_autocast_dtype(device_type)))
+    settings.append(torch.is_autocast_cache_enabled())
+    settings.append(nesting)
+    return settings
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks() -> Iterator[None]:
+def _state_is_restored() -> Iterator[None]:
     torch.manual_seed(0)
-    before = thread_state()
+    state = thread_state()
     yield
-    assert thread_state() == before, "the test left autocast's state changed"
+    assert thread_state() == state, "the test left autocast's state changed"
 
 
 @pytest.fixture

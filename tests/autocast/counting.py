@@ -1,4 +1,4 @@
-"""The reference of a report: twenty lines that count kernels and casts; models to count in."""
+"""A small counter of kernels and casts, the reference of a report, and models to count in."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +14,16 @@ from distamp.report import PrecisionReport
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def dtype_names(tensors: list[Tensor]) -> frozenset[str]:
+    """Return the names of the dtypes of tensors, such as ``"float32"``."""
+    return frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+
 class Independent(TorchDispatchMode):
     """Kernels by name and dtypes, and casts with their bytes."""
 
@@ -25,10 +35,10 @@ class Independent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        dtypes = (frozenset(str(t.dtype)[6:] for t in tensors) for tensors in (inputs, outputs))
-        self.kernels[(name.removeprefix("aten::"), *dtypes)] += 1
+        inputs = tensors_in((args, kwargs))
+        outputs = tensors_in(out)
+        kernel = (name.removeprefix("aten::"), dtype_names(inputs), dtype_names(outputs))
+        self.kernels[kernel] += 1
         pairs: Any = []
         if name in ("aten::_to_copy", "aten::to"):
             pairs = [(inputs[0], outputs[0])]
@@ -44,12 +54,14 @@ class Independent(TorchDispatchMode):
         return out
 
     def agrees(self, report: PrecisionReport) -> bool:
-        """Whether the report has the same kernels, and the same casts with the same bytes."""
+        """Return whether a report has the same kernels, and the same casts and bytes."""
         kernels: Counter[Any] = Counter()
         for row in report.rows:
             kernels[row.op, frozenset(row.inputs), frozenset(row.outputs)] += row.calls
-        casts = (report.casts, report.bytes_read, report.bytes_written)
-        return kernels == self.kernels and casts == (self.casts, self.read, self.written)
+        has_kernels = kernels == self.kernels
+        has_casts = report.casts == self.casts
+        has_bytes = (report.bytes_read, report.bytes_written) == (self.read, self.written)
+        return has_kernels and has_casts and has_bytes
 
 
 def mlp() -> nn.Sequential:
@@ -61,7 +73,9 @@ def transformer() -> nn.Sequential:
 
 
 def conv() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 3))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model.append(nn.Conv2d(4, 1, 3))
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -72,11 +86,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Calls(nn.Module):
-    """A module of one function."""
+    """A module that calls one function."""
 
-    def __init__(self, what: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.what = what
+        self.function = function
 
     def forward(self, *args: Any) -> Any:
-        return self.what(*args)
+        return self.function(*args)

@@ -1,4 +1,4 @@
-"""set_module_precision: one module in a precision of its own."""
+"""set_module_precision gives one module another precision than the model around it."""
 
 import copy
 import pickle
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_leaves
 
 from distamp import AutocastState, autocast, set_module_precision
-from tests.autocast.counting import Calls
+from tests.autocast.counting import Calls, tensors_in
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
 def pinned(*dtypes: Any) -> nn.Sequential:
-    """Three layers, the middle one pinned to one dtype after the other."""
+    """Return three layers; the middle one is pinned to one dtype after another."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for dtype in dtypes:
@@ -29,25 +28,31 @@ def pinned(*dtypes: Any) -> nn.Sequential:
     return net
 
 
-def dtypes(net: nn.Sequential) -> list[torch.dtype]:
-    found, x = [], X
+def output_dtypes(net: nn.Sequential) -> list[torch.dtype]:
+    """Call the layers one after another in a bfloat16 region; return the dtypes of outputs."""
+    dtypes, x = [], X
     with autocast("cpu"):
         for module in net:
             x = module(x)
-            found.append(x.dtype)
-    return found
+            dtypes.append(x.dtype)
+    return dtypes
 
 
-def test_a_pin_is_a_region_and_a_cast_to_the_bit():
-    ours, plain = pinned("fp32"), pinned()
+def assert_equal_grads(net: nn.Module, reference: nn.Module, dtype: torch.dtype) -> None:
+    """Assert that a net has the gradients of a reference, cast to a dtype."""
+    for param, expected in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad.to(dtype))  # type: ignore[union-attr, arg-type]
+
+
+def test_a_pin_is_bit_identical_to_a_region_and_a_cast():
+    net, reference = pinned("fp32"), pinned()
     with autocast("cpu"):
-        ours(X).float().sum().backward()
-        hidden = plain[0](X)
+        net(X).float().sum().backward()
+        hidden = reference[0](X)
         with torch.autocast("cpu", enabled=False):
-            hidden = plain[1](hidden.float())
-        plain[2](hidden).float().sum().backward()
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+            hidden = reference[1](hidden.float())
+        reference[2](hidden).float().sum().backward()
+    assert_equal_grads(net, reference, FP32)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", FP16), ("bf16", BF16), (FP16, FP16)])
@@ -59,112 +64,213 @@ def test_a_half_precision_holds_wherever_the_module_is_called(name, dtype):
     assert set_module_precision(layer, None)(X).dtype is FP32
 
 
-def test_a_pin_holds_for_the_modules_inside_and_none_undoes_all():
-    net, seen = nn.Sequential(pinned(), nn.Linear(4, 4)), []
+def test_a_pin_holds_for_the_modules_inside():
+    net, inner_dtypes = nn.Sequential(pinned(), nn.Linear(4, 4)), []
     for layer in net[0]:
-        layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        layer.register_forward_hook(lambda module, args, out: inner_dtypes.append(out.dtype))
     for dtype in ("fp32", "fp16", "fp32"):
         set_module_precision(net[0], dtype)
-    assert (dtypes(net), seen) == ([FP32, BF16], [FP32] * 3)
+    assert output_dtypes(net) == [FP32, BF16]
+    assert inner_dtypes == [FP32, FP32, FP32]
+
+
+def test_none_undoes_all_pins_and_may_be_repeated():
+    net = nn.Sequential(pinned(), nn.Linear(4, 4))
+    for dtype in ("fp32", "fp16", "fp32"):
+        set_module_precision(net[0], dtype)
     for _ in range(2):
         set_module_precision(net[0], None)
-        assert (dtypes(net), type(net[0])) == ([BF16, BF16], nn.Sequential)
+        assert output_dtypes(net) == [BF16, BF16]
+        assert type(net[0]) is nn.Sequential
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.deepcopy,
-        lambda it: pickle.loads(pickle.dumps(it)),
-        lambda it: AveragedModel(it).module,
-    ],
-)
-def test_copies_keep_the_pin_and_their_own_weights(copied):
-    net = pinned("fp32")
-    twin = copied(net)
-    with torch.no_grad():
-        for each in twin.parameters():
-            each.zero_()
-    assert dtypes(twin) == dtypes(net) == [BF16, FP32, BF16]
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))  # type: ignore[no-any-return]
+
+
+def averaged(module: nn.Module) -> nn.Module:
+    return AveragedModel(module).module
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled, averaged])
+def test_a_copy_keeps_the_pin(copy_of):
+    twin = copy_of(pinned("fp32"))
+    assert output_dtypes(twin) == [BF16, FP32, BF16]
     assert isinstance(twin[1], nn.Linear)
-    assert net(X).any()
 
 
-def test_integer_and_float64_inputs_are_handed_on():
-    module = set_module_precision(Calls(lambda *tensors: [each.dtype for each in tensors]), "fp32")
-    given = X.bfloat16(), torch.arange(2), X.double(), X.half()
-    assert module(*given) == [FP32, torch.int64, torch.float64, FP32]
-
-
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_what_half_precision_brings_in_goes_out_in_it_unless_kept_or_in_a_region(dtype):
-    layer, norm = nn.Linear(4, 4).to(dtype), set_module_precision(nn.LayerNorm(4), "fp32")
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled, averaged])
+def test_a_copy_has_weights_of_its_own(copy_of):
+    net = pinned("fp32")
+    twin = copy_of(net)
     with torch.no_grad():
-        norm.weight += 1e-5  # what the model's dtype cannot hold
-        x = layer(X.to(dtype))
-        wanted = torch.nn.functional.layer_norm(x.float(), (4,), norm.weight, norm.bias)
-        assert torch.equal(norm(x), wanted.to(dtype))
-        assert (layer(norm(x)).dtype, norm(X).dtype) == (dtype, FP32)
-        with autocast("cpu", dtype):
-            assert norm(x).dtype is FP32
-        assert torch.equal(set_module_precision(norm, "fp32:keep_output")(x), wanted)
-        table = set_module_precision(nn.Embedding(4, 4), "fp32", model_dtype=dtype)
-        assert table(torch.arange(2)).dtype is dtype
+        for param in twin.parameters():
+            param.zero_()
+    assert output_dtypes(twin) == output_dtypes(net)
+    assert net(X).any()
+    assert not twin(X).any()
+
+
+def input_dtypes(*tensors: Tensor) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors]
+
+
+def test_a_pin_casts_half_precision_inputs_and_no_others():
+    module = set_module_precision(Calls(input_dtypes), "fp32")
+    dtypes = module(X.bfloat16(), torch.arange(2), X.double(), X.half())
+    assert dtypes == [FP32, torch.int64, torch.float64, FP32]
+
+
+class HalfModel:
+    """A float32 norm in a model of half precision, and its output in float32.
+
+    Attributes:
+        layer: A layer of the model.
+        norm: The norm, pinned to float32.
+        hidden: The input of the norm, in the dtype of the model.
+        expected: The output of the norm in float32.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.layer = nn.Linear(4, 4).to(dtype)
+        self.norm = set_module_precision(nn.LayerNorm(4), "fp32")
+        # A weight that half precision would round to 1.
+        self.norm.weight.data += 1e-5
+        self.hidden = self.layer(X.to(dtype)).detach()
+        layer_norm = torch.nn.functional.layer_norm
+        self.expected = layer_norm(self.hidden.float(), (4,), self.norm.weight, self.norm.bias)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_a_float32_norm_returns_the_half_precision_of_its_input(dtype):
+    model = HalfModel(dtype)
+    out = model.norm(model.hidden)
+    assert torch.equal(out, model.expected.to(dtype))
+    assert model.layer(out).dtype is dtype
+    assert model.norm(X).dtype is FP32, "a float32 input has a float32 output"
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_a_float32_norm_returns_float32_in_a_region(dtype):
+    model = HalfModel(dtype)
+    with autocast("cpu", dtype):
+        assert model.norm(model.hidden).dtype is FP32
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_a_float32_norm_returns_float32_with_keep_output(dtype):
+    model = HalfModel(dtype)
+    norm = set_module_precision(model.norm, "fp32:keep_output")
+    assert torch.equal(norm(model.hidden), model.expected)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_a_pinned_embedding_returns_the_dtype_of_the_model(dtype):
+    table = set_module_precision(nn.Embedding(4, 4), "fp32", model_dtype=dtype)
+    assert table(torch.arange(2)).dtype is dtype
 
 
 class Block(nn.Module):
-    """Sums each tensor of its arguments, in whatever container, and returns the sums in float32."""
+    """A module that sums each tensor of its arguments, and returns the sums in float32."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        return torch.stack([each.sum().float() for each in tensors])
+        sums = [tensor.sum().float() for tensor in tensors_in((args, kwargs))]
+        return torch.stack(sums)
 
 
 TIMESTEP, TOKENS, DOUBLE = torch.ones(2), torch.arange(2), torch.ones(2).double()
-#: A call of a module pinned to fp32 outside of a region, and the dtype of its output.
-CALLS: dict[str, tuple[Callable[[nn.Module], Tensor], torch.dtype]] = {
-    "hidden first": (lambda block: block(X.bfloat16(), TIMESTEP), BF16),
-    "timestep first": (lambda block: block(TIMESTEP, X.bfloat16()), BF16),
-    "float16": (lambda block: block(TIMESTEP, X.half()), FP16),
-    "by keyword": (lambda block: block(TIMESTEP, hidden=X.bfloat16()), BF16),
-    "only keywords": (lambda block: block(time=TIMESTEP, hidden=X.bfloat16()), BF16),
-    "nested": (lambda block: block(TIMESTEP, {"hidden": [None, (X.bfloat16(),)]}), BF16),
-    "both halves": (lambda block: block(TIMESTEP, X.half(), X.bfloat16()), FP16),
-    "only float32": (lambda block: block(TIMESTEP, X), FP32),
-}
+HALF, BFLOAT = X.half(), X.bfloat16()
+
+
+def hidden_first(block: nn.Module) -> Tensor:
+    return block(BFLOAT, TIMESTEP)  # type: ignore[no-any-return]
+
+
+def timestep_first(block: nn.Module) -> Tensor:
+    return block(TIMESTEP, BFLOAT)  # type: ignore[no-any-return]
+
+
+def float16_hidden(block: nn.Module) -> Tensor:
+    return block(TIMESTEP, HALF)  # type: ignore[no-any-return]
+
+
+def hidden_by_keyword(block: nn.Module) -> Tensor:
+    return block(TIMESTEP, hidden=BFLOAT)  # type: ignore[no-any-return]
+
+
+def only_keywords(block: nn.Module) -> Tensor:
+    return block(time=TIMESTEP, hidden=BFLOAT)  # type: ignore[no-any-return]
+
+
+def nested_hidden(block: nn.Module) -> Tensor:
+    containers = {"hidden": [None, (BFLOAT,)]}
+    return block(TIMESTEP, containers)  # type: ignore[no-any-return]
+
+
+def both_halves(block: nn.Module) -> Tensor:
+    return block(TIMESTEP, HALF, BFLOAT)  # type: ignore[no-any-return]
+
+
+def only_float32(block: nn.Module) -> Tensor:
+    return block(TIMESTEP, X)  # type: ignore[no-any-return]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", CALLS)
-def test_the_half_precision_among_the_inputs_is_that_of_the_output(name, compiled):
-    call, dtype = CALLS[name]
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (hidden_first, BF16),
+        (timestep_first, BF16),
+        (float16_hidden, FP16),
+        (hidden_by_keyword, BF16),
+        (only_keywords, BF16),
+        (nested_hidden, BF16),
+        (both_halves, FP16),
+        (only_float32, FP32),
+    ],
+)
+def test_the_output_has_the_half_precision_of_the_inputs(call, dtype, compiled):
     block = set_module_precision(Block(), "fp32")
     if compiled:
         block.compile(backend="aot_eager")
     assert call(block).dtype is dtype
     with autocast("cpu"):
         assert call(block).dtype is FP32
-    assert call(set_module_precision(block, "fp32:keep_output")).dtype is FP32
+    set_module_precision(block, "fp32:keep_output")
+    assert call(block).dtype is FP32
 
 
-@pytest.mark.parametrize(
-    ("inputs", "model_dtype", "dtype"),
-    [
-        ((TOKENS,), None, BF16),
-        ((TOKENS,), FP16, FP16),
-        ((X.half(), X.bfloat16()), None, BF16),
-        ((X.bfloat16(), X.half()), FP16, FP16),
-        ((DOUBLE, TOKENS), FP16, FP32),
-    ],
-)
-def test_the_model_around_and_then_the_weights_decide_where_inputs_do_not(
-    inputs, model_dtype, dtype
-):
+def pinned_block(model_dtype: torch.dtype | None) -> nn.Module:
+    """Return a block with bfloat16 weights in a model of a dtype, pinned to float32."""
     block = Block()
     block.weight = nn.Parameter(torch.ones(2, dtype=BF16))
-    set_module_precision(block, "fp32", model_dtype=model_dtype)
-    assert block(*inputs).dtype is dtype
+    return set_module_precision(block, "fp32", model_dtype=model_dtype)
+
+
+def test_without_half_precision_inputs_the_output_has_the_dtype_of_the_model():
+    block = pinned_block(FP16)
+    assert block(TOKENS).dtype is FP16
+
+
+def test_without_a_model_dtype_the_output_has_the_dtype_of_the_weights():
+    block = pinned_block(None)
+    assert block(TOKENS).dtype is BF16
+
+
+def test_the_weights_decide_between_inputs_of_both_half_precisions():
+    block = pinned_block(None)
+    assert block(HALF, BFLOAT).dtype is BF16
+
+
+def test_the_model_decides_between_inputs_of_both_half_precisions():
+    block = pinned_block(FP16)
+    assert block(BFLOAT, HALF).dtype is FP16
+
+
+def test_the_output_of_a_float64_input_stays_in_full_precision():
+    block = pinned_block(FP16)
+    assert block(DOUBLE, TOKENS).dtype is FP32
 
 
 def test_a_half_precision_pin_casts_back_to_the_other_half_precision():
@@ -174,58 +280,84 @@ def test_a_half_precision_pin_casts_back_to_the_other_half_precision():
     assert product(X, X.bfloat16()).dtype is BF16
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_half_precision_weights_of_a_module_in_fp32_are_taken_in_fp32(dtype):
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_a_float32_module_computes_with_its_half_precision_weights_in_float32(dtype):
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).to(dtype)
-    head, plain = (
-        set_module_precision(copy.deepcopy(net), "fp32:keep_output"),
-        copy.deepcopy(net).float(),
-    )
-    found, wanted = head(X.to(dtype)), plain(X.to(dtype).float())
-    assert torch.equal(found, wanted)
-    found.square().sum().backward()
-    wanted.square().sum().backward()
-    for one, other in zip(head.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad.to(dtype))  # type: ignore[union-attr, arg-type]
-    assert all(map(torch.equal, head.buffers(), plain.to(dtype).buffers()))
-
-
-def sharded(module: nn.Module) -> Any:
-    """A class over the module's own, as fully_shard lays one."""
-    cls = type(module)
-    module.__class__ = type(f"Sharded{cls.__name__}", (Mark, cls), {})
-    return module
+    reference = copy.deepcopy(net).float()
+    set_module_precision(net, "fp32:keep_output")
+    x = X.to(dtype)
+    out, expected = net(x), reference(x.float())
+    assert torch.equal(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert_equal_grads(net, reference, dtype)
+    reference.to(dtype)
+    for buffer, expected_buffer in zip(net.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(buffer, expected_buffer)
 
 
 class Mark:
-    """What another library lays over a module's class."""
+    """A base that another library adds to the class of a module."""
 
 
-OVER: dict[str, Any] = {
-    "a class": sharded,
-    "a parametrization": torch.nn.utils.parametrizations.weight_norm,
-    "a hook": lambda module: module.register_forward_hook(lambda *_: None) and module,
-}
+def add_class(module: nn.Module) -> None:
+    """Replace the class of a module by a derived one, as ``fully_shard`` does."""
+    cls = type(module)
+    module.__class__ = type(f"Sharded{cls.__name__}", (Mark, cls), {})
 
 
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("first", [True, False])
-def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
+def add_parametrization(module: nn.Module) -> None:
+    torch.nn.utils.parametrizations.weight_norm(module)
+
+
+def add_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+def is_changed(module: nn.Module, change: Callable[[nn.Module], None]) -> bool:
+    """Return whether a module has the change that a function made."""
+    if change is add_class:
+        return isinstance(module, Mark)
+    if change is add_parametrization:
+        return hasattr(module, "parametrizations")
+    return len(module._forward_hooks) > 0
+
+
+CHANGES = [add_class, add_parametrization, add_hook]
+
+
+@pytest.fixture(params=["pin first", "change first"])
+def changed_module(request: pytest.FixtureRequest, change: Any) -> nn.Module:
+    """A pinned module that another library changed, before the pin or after it."""
     module = nn.Linear(4, 4)
-    steps = [lambda: set_module_precision(module, "fp32"), lambda: OVER[over](module)]
-    for step in steps if first else steps[::-1]:
-        step()
-    kinds, hooks = type(module).__mro__, dict(module._forward_hooks)
-    for each in (module, copy.deepcopy(module)):
+    if request.param == "pin first":
+        set_module_precision(module, "fp32")
+        change(module)
+    else:
+        change(module)
+        set_module_precision(module, "fp32")
+    return module
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_pin_can_be_undone_and_set_again_on_a_changed_module(change, changed_module):
+    for module in (changed_module, copy.deepcopy(changed_module)):
         with autocast("cpu"):
-            assert each(X).dtype is FP32
-            assert set_module_precision(each, None)(X).dtype is BF16
-            assert set_module_precision(each, "fp32")(X).dtype is FP32
-            set_module_precision(each, None)
-    stays = (isinstance(module, Mark), hasattr(module, "parametrizations"))
-    assert stays == (over == "a class", over == "a parametrization")
-    assert dict(module._forward_hooks) == hooks
-    assert type(module) in kinds
+            assert module(X).dtype is FP32
+            assert set_module_precision(module, None)(X).dtype is BF16
+            assert set_module_precision(module, "fp32")(X).dtype is FP32
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_end_of_a_pin_leaves_the_change_of_another_library(change, changed_module):
+    classes = type(changed_module).__mro__
+    hooks = dict(changed_module._forward_hooks)
+    set_module_precision(changed_module, None)
+    for candidate in CHANGES:
+        if candidate is not add_hook:
+            assert is_changed(changed_module, candidate) is (candidate is change)
+    assert dict(changed_module._forward_hooks) == hooks
+    assert type(changed_module) in classes
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -234,28 +366,34 @@ def test_what_others_lay_over_a_pin_or_under_it_stays(over, first):
 def test_a_pinned_module_compiles_in_one_graph(dtype):
     net = pinned("fp32").to(dtype)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    x = X.to(dtype)
     with autocast("cpu", enabled=dtype is FP32):
-        torch.testing.assert_close(compiled(X.to(dtype)), net(X.to(dtype)), rtol=0, atol=0)
+        torch.testing.assert_close(compiled(x), net(x), rtol=0, atol=0)
 
 
-def test_mistakes_are_named():
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match=r"must be one of .*, got 'fp8'. "):
+        set_module_precision(nn.Linear(1, 1), "fp8")
+
+
+def test_a_function_is_refused():
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
+        set_module_precision(torch.nn.functional.softmin, "fp32")  # type: ignore[type-var]
+
+
+def test_a_module_with_a_replaced_forward_is_refused():
     layer = nn.Linear(1, 1)
     layer.forward = lambda x: x  # type: ignore[method-assign]
-    wrong: list[tuple[Any, str, type[Exception], str]] = [
-        (nn.Linear(1, 1), "fp8", ValueError, "must be one of .*, got 'fp8'. "),
-        (torch.nn.functional.softmin, "fp32", TypeError, r"torch\.nn\.Module, got function"),
-        (layer, "fp32", ValueError, "forward"),
-    ]
-    for module, dtype, error, says in wrong:
-        with pytest.raises(error, match=says):
-            set_module_precision(module, dtype)
+    with pytest.raises(ValueError, match="forward"):
+        set_module_precision(layer, "fp32")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_pin_holds_on_the_devices_of_all_its_inputs():
     module = set_module_precision(Calls(lambda lengths, x: x @ x), "fp32")
-    # Fake, as a CPU stands beside no other device here.
+    # The tensors are fake, because this machine has no second device.
     state = replace(AutocastState.capture(), devices=(("cuda", True, BF16),))
     with FakeTensorMode(), state.apply():
         x: Tensor = torch.empty(2, 2, device="cuda")
-        assert ((x @ x).dtype, module(torch.ones(2), x).dtype) == (BF16, FP32)
+        assert (x @ x).dtype is BF16
+        assert module(torch.ones(2), x).dtype is FP32
