@@ -56,6 +56,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, guard: StepGuard, 
         guard.update()
 
 
+def train_and_wait(
+    model: nn.Module, optimizer: torch.optim.Optimizer, guard: StepGuard, steps: int
+) -> None:
+    """Train, and wait for each step. The host reads the result of a step once it is there."""
+    for _ in range(steps):
+        train(model, optimizer, guard, 1)
+        torch.cuda.synchronize()
+
+
 def copy_weights(model: nn.Module) -> list[Tensor]:
     """Return copies of the parameters on the host."""
     return [param.detach().cpu().clone() for param in model.parameters()]
@@ -83,9 +92,7 @@ def test_an_update_that_is_not_finite_is_named_before_the_next_step() -> None:
     train(model, optimizer, guard, 1)
     weights = copy_weights(model)
     with pytest.raises(NonFiniteWeightsError, match=r"2\.weight"):
-        for _ in range(2):
-            train(model, optimizer, guard, 1)
-            torch.cuda.synchronize()  # The host reads the result of a step once it is there.
+        train_and_wait(model, optimizer, guard, 2)
     for weight, earlier_weight in zip(copy_weights(model), weights, strict=True):
         torch.testing.assert_close(weight, earlier_weight, rtol=0, atol=0, equal_nan=True)
 
