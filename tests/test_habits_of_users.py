@@ -40,6 +40,29 @@ def test_a_level_that_differs_between_ranks_raises_on_every_rank():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(
+    ("arguments", "error_class", "text"),
+    [
+        pytest.param({"level": "bf17"}, ConfigError, "bf17", id="a level that does not exist"),
+        pytest.param({"levels": "bf16"}, TypeError, "levels", id="an argument that does not exist"),
+        pytest.param({"optimizers": "AdamW"}, TypeError, "optimizers must be", id="a wrong type"),
+        pytest.param(
+            {"level": "bf16", "master_weights": "half"}, ConfigError, "half", id="a wrong override"
+        ),
+    ],
+)
+def test_arguments_that_one_rank_refuses_raise_on_every_rank(arguments, error_class, text):
+    model, optimizer = make_ddp()
+    call: dict[str, Any] = {"optimizers": optimizer, "level": "bf16"}
+    if dist.get_rank() == 1:
+        call |= arguments
+    with pytest.raises(error_class, match=text) as raised:
+        distamp.initialize(model, **call)
+    is_of_another_rank = "(raised on rank 1; every rank stops here)" in str(raised.value)
+    assert is_of_another_rank is (dist.get_rank() == 0)
+
+
+@on_ranks(2)
 def test_a_hook_on_one_rank_raises_on_every_rank():
     """The rank with a hook would wait in its registration."""
     model, optimizer = make_ddp()

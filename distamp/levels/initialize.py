@@ -30,6 +30,7 @@ from distamp.levels.rank_setup import (
     compare_rank_setups,
     idle_optimizers,
     make_rank_setup,
+    raise_in_initialize,
     unmatched_patterns_text,
 )
 from distamp.levels.validate import validate
@@ -130,36 +131,32 @@ def initialize(
 
     Source: Apex's documentation of amp.initialize.
     """
-    for name in unknown:
-        raise _unexpected_argument(name)
-    models = _as_tuple("model", model, nn.Module)
-    optimizers_given = optimizers is not None
-    optimizers = _as_tuple("optimizers", optimizers, torch.optim.Optimizer)
-    level = PrecisionLevel.from_name(
-        resolve_level_argument("initialize", level, opt_level, _LEVEL_EXAMPLE),
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=_loss_scale_of_level(loss_scale, init_scale),
-        module_precision=module_precision,
-    )
-    loss_scale_rule, first_scale = _loss_scale_rule(level, loss_scale, init_scale)
-    wrappers = tuple(map(inspect_wrapper, models))
-    precisions, unmatched = match_patterns(models, level)
-
     # Every rank checks its arguments before any rank changes anything.
-    device, error = "", None
+    group = resolve_process_group(process_group)
+    optimizers_given = optimizers is not None
     try:
+        for name in unknown:
+            raise _unexpected_argument(name)
+        models = _as_tuple("model", model, nn.Module)
+        optimizers = _as_tuple("optimizers", optimizers, torch.optim.Optimizer)
+        level = PrecisionLevel.from_name(
+            resolve_level_argument("initialize", level, opt_level, _LEVEL_EXAMPLE),
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=_loss_scale_of_level(loss_scale, init_scale),
+            module_precision=module_precision,
+        )
+        loss_scale_rule, first_scale = _loss_scale_rule(level, loss_scale, init_scale)
+        wrappers = tuple(map(inspect_wrapper, models))
+        precisions, unmatched = match_patterns(models, level)
         device = validate(
             models, wrappers, optimizers, level, precisions, comm_hook, replicas, op_lists
         )
-    except Exception as raised:
-        error = raised
-    setups = compare_rank_setups(
-        make_rank_setup(level, comm_hook, unmatched, optimizers, error),
-        error,
-        resolve_process_group(process_group),
-        optimizers_given,
-    )
+    except Exception as error:
+        # The other ranks wait in the comparison of setups.
+        raise_in_initialize(error, group, optimizers_given)
+    setup = make_rank_setup(level, comm_hook, unmatched, optimizers)
+    setups = compare_rank_setups(setup, group, optimizers_given)
     idle = () if optimizers else idle_optimizers(setups, device)
 
     guard_settings: dict[str, Any] = {
@@ -188,7 +185,7 @@ def initialize(
     _apply_level(models, wrappers, level, precisions)
     if level.master_weights:
         _make_masters(optimizers, wrappers, level)
-    _warn_of_bf16_weights(optimizers, resolve_process_group(process_group))
+    _warn_of_bf16_weights(optimizers, group)
     if scaler.is_enabled():
         for hook in comm_hooks:
             scaler.attach_comm_hook(hook)

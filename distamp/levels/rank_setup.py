@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ __all__ = [
     "compare_rank_setups",
     "idle_optimizers",
     "make_rank_setup",
+    "raise_in_initialize",
     "unmatched_patterns_text",
 ]
 
@@ -35,14 +37,15 @@ class RankSetup:
         pins: The patterns of ``module_precision=``, each with its precision.
         unmatched: The patterns that match no module of this rank, each with the most similar names.
         optimizers: The class names of the optimizers.
-        error: Class and text of the error that refuses the arguments of this rank.
+        error: Class and text of the error that refuses the arguments of this rank. Such a setup has
+            no other value.
     """
 
-    level: str
-    comm_hook: str | None
-    pins: tuple[tuple[str, str], ...]
-    unmatched: Mapping[str, Sequence[str]]
-    optimizers: tuple[str, ...]
+    level: str = ""
+    comm_hook: str | None = None
+    pins: tuple[tuple[str, str], ...] = ()
+    unmatched: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = ()
     error: tuple[type[Exception], str] | None = None
 
 
@@ -51,25 +54,37 @@ def make_rank_setup(
     comm_hook: str | None,
     unmatched: Mapping[str, Sequence[str]],
     optimizers: Sequence[torch.optim.Optimizer],
-    error: Exception | None,
 ) -> RankSetup:
     """Return the setup of this rank."""
     names = tuple(type(unwrap_optimizer(optimizer)).__name__ for optimizer in optimizers)
-    portable = None if error is None else (type(error), str(error))
-    return RankSetup(level.name, comm_hook, level.pins, unmatched, names, portable)
+    return RankSetup(level.name, comm_hook, level.pins, unmatched, names)
+
+
+def raise_in_initialize(error: Exception, group: ProcessGroup | None, trains: bool) -> NoReturn:
+    """Raise an error of this rank's arguments, and raise its text on the ranks that wait.
+
+    Collective: the ranks without such an error call `compare_rank_setups`.
+
+    Args:
+        error: The error of this rank, which it raises unchanged.
+        group: As in `compare_rank_setups`.
+        trains: As in `compare_rank_setups`.
+    """
+    if group is not None and trains:
+        _gather(RankSetup(error=(type(error), str(error))), group)
+    raise error
 
 
 def compare_rank_setups(
-    setup: RankSetup, error: Exception | None, group: ProcessGroup | None, trains: bool
+    setup: RankSetup, group: ProcessGroup | None, trains: bool
 ) -> dict[int, RankSetup]:
     """Return the setup of every rank, by its number in the default group.
 
-    Collective: every rank of the group must call this if it trains. A model that is only run sends
-    nothing, so that a single rank may have it.
+    Collective: every rank of the group must call this, or `raise_in_initialize`, if it trains. A
+    model that is only run sends nothing, so that a single rank may have it.
 
     Args:
         setup: The setup of this rank.
-        error: The error of ``setup``, which this rank raises unchanged.
         group: The ranks that have a part of the models; None for a single process.
         trains: Whether the rank was given optimizers, or an empty list of them.
 
@@ -77,21 +92,20 @@ def compare_rank_setups(
         RankMismatchError: Ranks have different levels, hooks or patterns, or a rank does not call
             this.
         ConfigError: A pattern matches no module on any rank.
-        Exception: The error of some rank, on every rank.
+        Exception: The error of some rank.
     """
-    if group is not None and not trains:
-        if error is not None:
-            raise error
-        return {dist.get_rank(): setup}
-    setups = {0: setup}
-    if group is not None:
+    if group is None:
+        setups = {0: setup}
+    elif trains:
         setups = _gather(setup, group)
-    _refuse_different_levels_and_hooks(setups)
-    _refuse_different_patterns(setups)
+    else:
+        return {dist.get_rank(): setup}
     for rank, rank_setup in setups.items():
         if rank_setup.error is not None:
             error_class, text = rank_setup.error
-            raise error or error_class(f"{text} (raised on rank {rank}; every rank stops here)")
+            raise error_class(f"{text} (raised on rank {rank}; every rank stops here)")
+    _refuse_different_levels_and_hooks(setups)
+    _refuse_different_patterns(setups)
     refuse_unmatched_patterns([rank_setup.unmatched for rank_setup in setups.values()])
     return setups
 
