@@ -29,7 +29,7 @@ class Collectives:
 
 
 class _CollectiveMode(TorchDispatchMode):
-    """Sees what goes through ProcessGroup, from Python and from C++ (DDP's reducer) alike."""
+    """Records calls of ProcessGroup from Python and from C++, where the reducer of DDP is."""
 
     def __init__(self, log: Collectives) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from tests.simulated.pools import SimPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """``ranks(4).run(function, *args)``: what the function returned on each of 4 gloo ranks.
+    """``ranks(4).run(function, *args)`` returns the results of a function on 4 gloo ranks.
 
     The pools live as long as the pytest process; one that fails is replaced at the next call.
     """
@@ -33,26 +33,26 @@ def ranks4(ranks: Callable[[int], RankPool]) -> RankPool:
 
 @pytest.fixture
 def new_ranks() -> Iterator[Callable[..., RankPool]]:
-    """``new_ranks(2)``: a pool of this test's own, for ranks that are killed."""
+    """``new_ranks(2)`` is a new pool for this test alone, for ranks that are killed."""
     with contextlib.ExitStack() as pools:
         yield lambda world_size, **options: pools.enter_context(RankPool(world_size, **options))
 
 
 @pytest.fixture(scope="session")
 def sim_ranks() -> Iterator[Callable[..., SimPool]]:
-    """``sim_ranks(2).run(function, *args)``: the same on a simulated accelerator.
+    """``sim_ranks(2).run(function, *args)`` is the same on a simulated accelerator.
 
-    The test is skipped where there can be none: another torch, or no compiler.
+    The test is skipped with another torch, or without a compiler.
     """
     with contextlib.ExitStack() as pools:
 
         @functools.cache
         def pool(world_size: int, name: str = "sim") -> SimPool:
             try:
-                made = SimPool(world_size, name=name)
+                sim_pool = SimPool(world_size, name=name)
             except Unavailable as reason:
                 pytest.skip(str(reason))
-            return pools.enter_context(contextlib.closing(made))
+            return pools.enter_context(contextlib.closing(sim_pool))
 
         yield pool
 
@@ -65,7 +65,7 @@ def sim(sim_ranks: Callable[..., SimPool]) -> SimPool:
 
 @pytest.fixture
 def sim2(sim_ranks: Callable[..., SimPool]) -> SimPool:
-    """Two ranks, each on a simulated device of its own."""
+    """Two ranks, each on another simulated device."""
     return sim_ranks(2)
 
 

@@ -1,4 +1,4 @@
-"""What this process computes on: the CPU, or its rank's own simulated device."""
+"""The device of this process, which is the CPU or the simulated device of its rank."""
 
 import torch
 

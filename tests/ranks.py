@@ -1,8 +1,8 @@
-"""A persistent pool of real gloo ranks: send a function, get what it returned on every rank.
+"""A persistent pool of real gloo ranks, which run functions and return their results.
 
 The processes are forked from a server that has imported torch once, so a pool costs tens of
-milliseconds and a call on it costs about one. A rank that raises, dies or hangs ends its pool; the
-next call starts a new one, so no test inherits another's state.
+milliseconds and a call on it costs about one. A rank that raises, dies or hangs ends its pool. The
+next call starts a new pool, so a failed test leaves no state to later tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.place import device_type
 
 __all__ = ["Died", "RankError", "RankPool", "logged", "mesh", "serve", "subgroup"]
 
-# What a rank is likely to need; the server imports it once and every rank inherits it.
+# The server imports these modules once, and every rank inherits them.
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -52,18 +52,18 @@ PRELOAD = [
     "torch.nn.parallel",
     "torch.testing",
     "tests.ranks",
-    # Most of what the launcher imports; it is no part of the library, and may lack its extra.
+    # The launcher imports most of its packages here. They are missing without its extra.
     "launch.checkpoint",
     "launch.metrics",
 ]
 # A call that takes longer has hung: nothing here is within an order of magnitude of it.
 TIMEOUT_S = 60.0
-# How long the other ranks may go on once one has failed, before their stacks are taken.
+# Seconds that ranks may run after the failure of one rank, before their stacks are taken.
 GRACE_S = 2.0
 
 
 class RankError(Exception):
-    """A call failed on at least one rank; the message holds what each rank was doing."""
+    """A call failed on at least one rank; the message has the state of each rank."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class _Worker:
     folder: Path
 
     def tail(self, file: str) -> str:
-        """The end of what the rank wrote to a file: its ``"stack"`` or ``"output"``."""
+        """Return the end of a file of the rank, its ``"stack"`` or its ``"output"``."""
         with contextlib.suppress(OSError):
             return (self.folder / file).read_text(errors="replace")[-6000:].strip()
         return ""
 
-    def said(self, answer: Any) -> str:
-        """What it did, for an error's message."""
+    def describe(self, answer: Any) -> str:
+        """Return a description of an answer for the message of an error."""
         if isinstance(answer, _Success):
             return "returned"
         text = f"was still running:\n{self.tail('stack')}"
@@ -112,7 +112,7 @@ class RankPool(contextlib.AbstractContextManager):
         timeout: seconds after which a call counts as hung.
         group_timeout: the process group's own timeout, in seconds.
         backend: of the process group.
-        target: what runs in each process: `serve`, or something that prepares the process for it.
+        target: the main function of each process, which is `serve` or a function that calls it.
         method: how multiprocessing starts the processes.
     """
 
@@ -149,12 +149,12 @@ class RankPool(contextlib.AbstractContextManager):
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         for rank in range(self.world_size):
-            here, there = multiprocessing.Pipe()
+            connection, connection_of_rank = multiprocessing.Pipe()
             folder = self._folder / str(rank)
             folder.mkdir()
             process = context.Process(
                 target=self._target,
-                args=(there, folder, rank, self._store.port, *self._settings),
+                args=(connection_of_rank, folder, rank, self._store.port, *self._settings),
                 name=f"rank-{rank}-of-{self.world_size}",
                 daemon=True,
             )
@@ -162,8 +162,8 @@ class RankPool(contextlib.AbstractContextManager):
             variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
             with _light_main(), mock.patch.dict(os.environ, variables):
                 process.start()
-            there.close()
-            self._workers.append(_Worker(process, here, folder))
+            connection_of_rank.close()
+            self._workers.append(_Worker(process, connection, folder))
 
     def close(self) -> None:
         """Kill the ranks and forget them; the next ``run`` starts new ones."""
@@ -206,19 +206,19 @@ class RankPool(contextlib.AbstractContextManager):
             timeout: seconds; the pool's if None.
             group: ``"default"`` keeps the group of the last call, ``"fresh"`` makes a new one (in
                 new processes), ``"none"`` runs with torch.distributed not initialised.
-            may_die: ranks whose death is part of the test.
+            may_die: ranks that may die, because their death is part of the test.
             kwargs: picklable keyword arguments.
 
         Returns:
-            What each rank returned, in order of rank (``Died`` for a rank in ``may_die``).
+            The results in order of rank (``Died`` for a rank in ``may_die``).
 
         Raises:
             RankError: a rank raised, died or hung. The pool is closed.
         """
         in_group = group != "none"
         if group == "fresh" or in_group is not self._in_group:
-            # torch keeps what it derived from a mesh, found again by ranks and names, beyond the
-            # life of its groups: processes serve one group.
+            # torch caches values of a mesh by ranks and names, and the cache outlives the groups.
+            # Therefore a process serves one group only.
             self.close()
         if not self._workers:
             self.start()
@@ -228,7 +228,12 @@ class RankPool(contextlib.AbstractContextManager):
             with contextlib.suppress(BrokenPipeError):  # found dead below
                 worker.connection.send_bytes(request)
         seconds = timeout or self.timeout
-        answers = self._collect(seconds, may_die)
+        try:
+            answers = self._collect(seconds, may_die)
+        except BaseException:
+            # An answer that was not read would be taken for the answer of the next call.
+            self.close()
+            raise
         if any(answer is None or _failed(answer, may_die) for answer in answers):
             name = f"{function.__module__}.{function.__qualname__}"
             self._fail(name, answers, f"hung for {seconds:g} s")
@@ -237,12 +242,12 @@ class RankPool(contextlib.AbstractContextManager):
         return [answer if isinstance(answer, Died) else answer.value for answer in answers]
 
     def _collect(self, timeout: float, may_die: Collection[int]) -> list[Any]:
-        """What ranks answered in time, else None. After a failure the rest have a short grace."""
+        """Return the answers, or None for late ranks. After a failure ranks have a short grace."""
         answers: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + timeout
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in multiprocessing.connection.wait(list(waiting), left):
+        while waiting and (seconds := deadline - time.monotonic()) > 0:
+            for ready in multiprocessing.connection.wait(list(waiting), seconds):
                 rank = waiting.pop(ready)
                 worker = self._workers[rank]
                 try:
@@ -255,18 +260,20 @@ class RankPool(contextlib.AbstractContextManager):
         return answers
 
     def _fail(self, name: str, answers: list[Any], hung: str) -> None:
-        """Take the stacks of whoever is still running, end the pool, raise."""
+        """Take the stacks of running ranks, end the pool, and raise."""
         running = [rank for rank, answer in enumerate(answers) if answer is None]
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         if running:
             time.sleep(0.3)
-        said: dict[str, list[int]] = {}
+        ranks_by_description: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
-            said.setdefault(self._workers[rank].said(answer), []).append(rank)
-        # Ranks that say the same are told once.
-        parts = [f"rank {', '.join(map(str, those))} {text}" for text, those in said.items()]
+            description = self._workers[rank].describe(answer)
+            ranks_by_description.setdefault(description, []).append(rank)
+        parts = []
+        for description, ranks in ranks_by_description.items():
+            parts.append(f"rank {', '.join(map(str, ranks))} {description}")
         self.close()
         for answer in answers:
             if isinstance(answer, _Failure) and answer.skip is not None:
@@ -310,7 +317,7 @@ def _light_main() -> contextlib.AbstractContextManager[Any]:
 
 
 class _Rank:
-    """One process of a pool: its group, and what it keeps between calls."""
+    """One process of a pool, with the group that it keeps between calls."""
 
     def __init__(self, rank: int, port: int, size: int, timeout: float, backend: str) -> None:
         self._join = functools.partial(
@@ -331,22 +338,22 @@ class _Rank:
             self.world = dist.group.WORLD
 
     def dirty(self) -> bool:
-        """Whether the call left another default group than it found, or made a mesh for itself.
+        """Return whether the call replaced the default group, or made a mesh.
 
-        What torch derived from a mesh outlives it, and is used again for one that is equal, whose
-        groups have other names.
+        torch caches values of a mesh beyond its life, and uses them again for an equal mesh, but
+        the groups of that mesh have other names.
         """
         return self.had_mesh or dist.group.WORLD is not self.world
 
     def tidy(self) -> None:
-        """Drop groups that the call made and nobody keeps."""
+        """Destroy groups that the call made and that are not in the cache."""
         if not dist.is_initialized() or self.dirty():
             return
-        kept = {id(dist.group.WORLD)}
-        for value in _kept.values():
-            is_mesh = isinstance(value, DeviceMesh)
-            kept |= {id(g) for g in (value.get_all_groups() if is_mesh else [value])}
-        strangers = [g for g in dist.distributed_c10d._world.pg_map if id(g) not in kept]
+        cached = {id(dist.group.WORLD)}
+        for value in _cache.values():
+            groups = value.get_all_groups() if isinstance(value, DeviceMesh) else [value]
+            cached.update(map(id, groups))
+        strangers = [g for g in dist.distributed_c10d._world.pg_map if id(g) not in cached]
         self.had_mesh = any(group.group_desc.startswith("mesh") for group in strangers)
         if strangers and not self.had_mesh:
             gc.collect()
@@ -368,7 +375,7 @@ def serve(
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=stack)
     torch.set_num_threads(1)
-    # What the server imported never dies: no collection and no walk over the heap need see it.
+    # Objects of the server live as long as the process, so a collection need not visit them.
     gc.freeze()
     me = _Rank(rank, *group)
     while True:
@@ -397,7 +404,7 @@ def _answer(me: _Rank, request: bytes) -> bytes:
 
 
 def strict_warnings() -> None:
-    """Warnings are errors in ranks as they are in pytest, but for what torch says of itself."""
+    """Make warnings errors on a rank, as in pytest, except warnings of torch about itself."""
     warnings.simplefilter("error")
     for message in (
         r".*FSDP.*",
@@ -410,7 +417,7 @@ def strict_warnings() -> None:
     warnings.filterwarnings("ignore", message="PyTorch is not compiled with NCCL support")
     # FSDP1 keeps these nodes from one step to the next.
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-    # torch 2.11 says this of any sparse tensor, to whoever makes it.
+    # torch 2.11 warns of any sparse tensor.
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
 
 
@@ -423,19 +430,19 @@ def _die_with_parent() -> None:
 
 # -- helpers for the functions that run on ranks ------------------------------------------------
 
-_kept: dict[Any, Any] = {}
+_cache: dict[Any, Any] = {}
 
 
 def _once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What was made under this key, once in the life of the default group."""
-    if key not in _kept:
-        _kept[key] = make()
-    return _kept[key]
+    """Return the value of a key, which is made once in the life of the default group."""
+    if key not in _cache:
+        _cache[key] = make()
+    return _cache[key]
 
 
 @contextlib.contextmanager
 def logged(name: str) -> Iterator[list[str]]:
-    """What a logger says at INFO meanwhile, on a rank, where there is no ``caplog``."""
+    """Yield a list of the messages of a logger at INFO, because a rank has no ``caplog``."""
     lines: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger(name)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -449,11 +456,14 @@ def logged(name: str) -> Iterator[list[str]]:
 
 
 def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """``init_device_mesh`` of what the process computes on, made once in the group's life."""
+    """Return ``init_device_mesh`` of this device type, made once in the life of the group."""
     make = functools.partial(init_device_mesh, device_type(), tuple(shape))
     return _once(("mesh", *shape, *names), lambda: make(mesh_dim_names=tuple(names)))
 
 
 def subgroup(ranks: Sequence[int]) -> Any:
-    """``dist.new_group(ranks)``, made once in the life of the default group; all ranks call it."""
+    """Return ``dist.new_group(ranks)``, made once in the life of the default group.
+
+    Collective: every rank of the default group must call this.
+    """
     return _once(("group", *ranks), lambda: dist.new_group(list(ranks)))

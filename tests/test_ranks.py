@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ def _sum(x: float) -> tuple[int, float]:
 
 
 def test_ranks_are_processes_that_are_kept_between_calls_and_answer_in_order(ranks4):
-    found = ranks4.run(_sum, 10.0)
-    assert [total for _, total in found] == [46.0] * 4
-    assert len({os.getpid(), *(pid for pid, _ in found)}) == 5
-    assert ranks4.run(_sum, 10.0) == found
+    results = ranks4.run(_sum, 10.0)
+    pids = {pid for pid, _ in results}
+    assert len(pids - {os.getpid()}) == 4
+    for _, total in results:
+        assert total == 46.0
+    assert ranks4.run(_sum, 10.0) == results
     assert ranks4.run(dist.get_rank) == [0, 1, 2, 3]
 
 
@@ -66,6 +69,25 @@ def test_a_death_may_be_part_of_a_test_and_a_skip_skips_it(new_ranks):
         pool.run(_goes_wrong, "skips")
 
 
+class _OnlyOnRanks:
+    """A value that this process cannot unpickle."""
+
+    def __reduce__(self) -> Any:
+        return _raise_here, (os.getpid(),)
+
+
+def _raise_here(pid: int) -> None:
+    if pid != os.getpid():
+        raise ValueError("only the rank has this value")
+
+
+def test_an_answer_that_cannot_be_unpickled_leaves_the_next_call_alone(new_ranks):
+    pool = new_ranks(2)
+    with pytest.raises(ValueError, match="only the rank has this value"):
+        pool.run(_OnlyOnRanks)
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
 @on_ranks(2)
 def _is_rank_0():
     value = dist.get_rank()
@@ -79,7 +101,7 @@ def test_a_body_that_fails_on_a_rank_is_told_with_its_local_names(ranks):
 
 def _collectives() -> list[list[tuple[str, int]]]:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
-    found = []
+    recorded = []
     for issue in (
         lambda: dist.all_reduce(torch.zeros(3)),
         lambda: dist.group.WORLD.allreduce([torch.zeros(3)]).wait(),
@@ -89,8 +111,8 @@ def _collectives() -> list[list[tuple[str, int]]]:
     ):
         with count_collectives() as log:
             issue()
-        found.append(log.calls)
-    return found
+        recorded.append(log.calls)
+    return recorded
 
 
 def test_collectives_are_counted_whichever_way_they_are_issued(ranks2):
