@@ -1,4 +1,4 @@
-"""Activation checkpointing in the state of the forward pass."""
+"""Activation checkpointing recomputes in the autocast state of the forward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 def block() -> nn.Sequential:
     torch.manual_seed(0)
-    # A sum saves nothing: were it recomputed in another dtype, torch's check would not see it.
+    # The loss is a sum, which saves nothing, so torch's check of recomputed dtypes has no say.
     return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8), nn.Tanh())
 
 
@@ -34,76 +34,111 @@ def region_inside(model: Any, x: Tensor, reentrant: bool = False) -> Tensor:
         return torchs.checkpoint(forward, x, use_reentrant=reentrant)
 
 
-WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "plain": lambda model, x: model(x),
-    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
-    "not reentrant": lambda model, x: checkpoint(model, x, use_reentrant=False),
-    "nested": lambda model, x: checkpoint(WAYS["not reentrant"], model, x, use_reentrant=False),
-    "torch's with our contexts": lambda model, x: torchs.checkpoint(
+def plain(model: Any, x: Tensor) -> Tensor:
+    return model(x)  # type: ignore[no-any-return]
+
+
+def reentrant(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def not_reentrant(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def nested(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(not_reentrant, model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def with_our_contexts(model: Any, x: Tensor) -> Tensor:
+    """Call torch's checkpoint with the contexts of distamp."""
+    return torchs.checkpoint(  # type: ignore[no-any-return]
         model, x, use_reentrant=False, context_fn=checkpoint_context_fn
-    ),
-    "a region inside": region_inside,
-    "a region inside a reentrant one": lambda model, x: region_inside(model, x, True),
-    "torch's options": lambda model, x: checkpoint(
-        lambda x, *, scale: model(x) * scale,
-        x,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        scale=1.0,
-    ),
-}
+    )
 
 
-def gradients(way: str) -> list[Any]:
+def region_inside_reentrant(model: Any, x: Tensor) -> Tensor:
+    return region_inside(model, x, reentrant=True)
+
+
+def with_options(model: Any, x: Tensor) -> Tensor:
+    """Pass an option of torch's checkpoint and a keyword of the function."""
+
+    def scaled(x: Tensor, *, scale: float) -> Tensor:
+        return model(x) * scale  # type: ignore[no-any-return]
+
+    options: dict[str, Any] = {"preserve_rng_state": False, "scale": 1.0}
+    return checkpoint(scaled, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
+
+
+def gradients(call: Callable[[Any, Tensor], Tensor]) -> list[Any]:
+    """Return the gradients of the input and of all parameters."""
     model, x = block(), X.clone().requires_grad_()
     with autocast("cpu", ops=LISTS):
-        out = WAYS[way](model, x)
+        out = call(model, x)
     out.float().square().sum().backward()
-    return [x.grad, *(each.grad for each in model.parameters())]
+    return [x.grad, *(param.grad for param in model.parameters())]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_bit_for_bit_those_without_checkpointing(way):
-    assert all(map(torch.equal, gradients(way), gradients("plain")))
+@pytest.mark.parametrize(
+    "call",
+    [
+        reentrant,
+        not_reentrant,
+        nested,
+        with_our_contexts,
+        region_inside,
+        region_inside_reentrant,
+        with_options,
+    ],
+)
+def test_gradients_are_bit_identical_to_those_without_checkpointing(call):
+    for grad, expected in zip(gradients(call), gradients(plain), strict=True):
+        assert torch.equal(grad, expected)
 
 
-def test_a_graph_with_our_contexts_can_be_gone_through_again():
+def test_a_graph_with_our_contexts_can_run_backward_twice():
     model, x = block(), X.clone().requires_grad_()
     with autocast("cpu", ops=LISTS):
-        out = WAYS["torch's with our contexts"](model, x).float().square().sum()
-    for retain in (True, False):
-        (found,) = torch.autograd.grad(out, x, retain_graph=retain)
-        assert torch.equal(found, gradients("plain")[0])
+        loss = with_our_contexts(model, x).float().square().sum()
+    expected = gradients(plain)[0]
+    (first_grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second_grad,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first_grad, expected)
+    assert torch.equal(second_grad, expected)
 
 
-@pytest.mark.parametrize("around", [lambda model: model, lambda model: autocast("cpu")(model)])
-def test_a_reentrant_one_of_torchs_that_would_recompute_without_the_lists_is_refused(around):
+@pytest.mark.parametrize("decorated", [False, True])
+def test_torchs_reentrant_checkpoint_is_refused_in_a_region_with_lists(decorated):
+    """It would recompute without the lists."""
     model, x = block(), X.clone().requires_grad_()
+    function = autocast("cpu")(model) if decorated else model
     with autocast("cpu", ops=LISTS):
         with pytest.raises(ConfigError, match="Call checkpoint of distamp"):
-            torchs.checkpoint(around(model), x, use_reentrant=True)
+            torchs.checkpoint(function, x, use_reentrant=True)
         with torch.no_grad():
-            assert model(x).dtype is FP32
-    with autocast("cpu"):  # without lists it is right, and stays
-        torchs.checkpoint(model, x, use_reentrant=True).float().sum().backward()
+            assert model(x).dtype is FP32, "the refusal must leave the lists in force"
+
+
+def test_torchs_reentrant_checkpoint_works_in_a_region_without_lists():
+    model, x = block(), X.clone().requires_grad_()
+    with autocast("cpu"):
+        out = torchs.checkpoint(model, x, use_reentrant=True)
+        out.float().sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ops", [None, LISTS])
 def test_our_contexts_work_in_a_compiled_function(ops):
-    outcomes = []
-    for compile_it in (False, True):
+    compiled = torch.compile(with_our_contexts, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (with_our_contexts, compiled):
         model = block()
-
-        def step(x: Tensor, model: nn.Module = model) -> Tensor:
-            return torchs.checkpoint(
-                model, x, use_reentrant=False, context_fn=checkpoint_context_fn
-            )
-
-        run = torch.compile(step, backend="aot_eager", fullgraph=True) if compile_it else step
         with autocast("cpu", ops=ops):
-            out = run(X)
+            out = call(model, X)
         out.float().square().sum().backward()
-        outcomes.append([out, *(param.grad for param in model.parameters())])
-    torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)
+        grads = [param.grad for param in model.parameters()]
+        results.append([out, *grads])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)

@@ -1,11 +1,13 @@
-"""The package's names as torch spells them, and torch's old modules with their signatures."""
+"""distamp has the names and signatures of torch's old amp modules."""
 
 import dataclasses
 import importlib
 import inspect
 import pickle
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,49 +16,86 @@ import distamp
 from distamp import AutocastState, autocast
 
 
-def test_classes_pickle_by_their_module():
-    for cls in (autocast, distamp.cpu.amp.autocast, distamp.cpu.amp.GradScaler):
-        assert pickle.loads(pickle.dumps(cls)) is cls
+@pytest.mark.parametrize("cls", [autocast, distamp.cpu.amp.autocast, distamp.cpu.amp.GradScaler])
+def test_a_class_can_be_pickled(cls):
+    assert pickle.loads(pickle.dumps(cls)) is cls
 
 
-def parameters(called: object) -> list[tuple[str, object]]:
-    made = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]
-    found = inspect.signature(made).parameters.values()
-    plain = [p for p in found if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-    return [(p.name, p.default) for p in plain]
+def old_spelling(package: str, device_type: str, name: str) -> Any:
+    """Return the class, or the function, with a name in the old module of a device type."""
+    module = importlib.import_module(f"{package}.{device_type}.amp")
+    return getattr(module, name)
+
+
+def parameters(spelling: Any) -> list[tuple[str, object]]:
+    """Return the name and the default of each positional parameter of a class or function."""
+    function = spelling.__init__ if isinstance(spelling, type) else spelling
+    signature = inspect.signature(function)
+    names_and_defaults = []
+    for parameter in signature.parameters.values():
+        is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_positional and parameter.name != "self":
+            names_and_defaults.append((parameter.name, parameter.default))
+    return names_and_defaults
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["autocast", "GradScaler"])
-def test_the_old_spellings_have_the_old_signatures_and_warn_of_no_age(device_type, name):
-    ours, theirs = (
-        getattr(importlib.import_module(f"{package}.{device_type}.amp"), name)
-        for package in ("distamp", "torch")
-    )
-    assert parameters(ours) == parameters(theirs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert isinstance(ours(), getattr(torch.amp, name))
-    # Only that there is no such device, at the caller's line.
-    missing = device_type == "cuda" and not torch.cuda.is_available()
-    assert [each.category for each in caught] == [UserWarning] * missing
-    assert {each.filename for each in caught} <= {__file__}
+def test_an_old_spelling_has_torchs_signature(device_type, name):
+    distamp_spelling = old_spelling("distamp", device_type, name)
+    torch_spelling = old_spelling("torch", device_type, name)
+    assert parameters(distamp_spelling) == parameters(torch_spelling)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_old_function_decorators_know_their_device_type(device_type):
+@pytest.mark.parametrize("name", ["autocast", "GradScaler"])
+def test_an_old_spelling_warns_only_that_its_device_is_missing(device_type, name):
+    """torch's own old spellings warn that they are deprecated."""
+    make = old_spelling("distamp", device_type, name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert isinstance(make(), getattr(torch.amp, name))
+    if device_type == "cpu" or torch.cuda.is_available():
+        assert caught == []
+    else:
+        (warning,) = caught
+        assert warning.category is UserWarning
+        assert warning.filename == __file__
+
+
+def _record_call(calls: list[object], device_type: str) -> Callable[..., None]:
+    """Return a function that records the dtype of its input, and whether autocast is on."""
+
+    def function(ctx: SimpleNamespace, x: torch.Tensor) -> None:
+        calls.append((x.dtype, torch.is_autocast_enabled(device_type)))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)]
+)
+def test_the_old_custom_fwd_casts_tensors_of_its_device_type_alone(device_type, dtype):
     amp = importlib.import_module(f"distamp.{device_type}.amp")
-    seen: list[object] = []
+    calls: list[object] = []
+    forward = amp.custom_fwd(cast_inputs=torch.float32)(_record_call(calls, device_type))
+    enabled = ((device_type, True, torch.bfloat16),)
+    state = dataclasses.replace(AutocastState.capture(), devices=enabled)
+    with state.apply():
+        forward(SimpleNamespace(), torch.ones(2, dtype=torch.bfloat16))
+    assert calls == [(dtype, False)]
 
-    def look(ctx: SimpleNamespace, x: torch.Tensor) -> None:
-        seen.append((x.dtype, torch.is_autocast_enabled(device_type)))
 
-    x, ctx = torch.ones(2, dtype=torch.bfloat16), SimpleNamespace()
-    with dataclasses.replace(
-        AutocastState.capture(), devices=((device_type, True, x.dtype),)
-    ).apply():
-        amp.custom_fwd(cast_inputs=torch.float32)(look)(ctx, x)
-    amp.custom_bwd(look)(ctx, x)
-    # Only a tensor of the decorator's own device type is cast, in forward alone.
-    cast = torch.float32 if device_type == "cpu" else torch.bfloat16
-    assert seen == [(cast, False), (torch.bfloat16, False)]
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_old_custom_bwd_casts_nothing(device_type):
+    amp = importlib.import_module(f"distamp.{device_type}.amp")
+    calls: list[object] = []
+    context = SimpleNamespace()
+    x = torch.ones(2, dtype=torch.bfloat16)
+    enabled = ((device_type, True, torch.bfloat16),)
+    state = dataclasses.replace(AutocastState.capture(), devices=enabled)
+    record = _record_call(calls, device_type)
+    with state.apply():
+        amp.custom_fwd(cast_inputs=torch.float32)(record)(context, x)
+    amp.custom_bwd(record)(context, x)
+    assert calls[1] == (torch.bfloat16, False)
