@@ -22,8 +22,9 @@ from pathlib import Path
 __all__ = ["FOR_TORCH", "Unavailable", "library"]
 
 FOR_TORCH = "2.13"
+# The largest file comes first, so that no core waits at the end of a build.
 SOURCES = sorted(
-    (Path(__file__).parent / "csrc").iterdir(), key=lambda it: (-it.stat().st_size, it)
+    (Path(__file__).parent / "csrc").iterdir(), key=lambda path: (-path.stat().st_size, path)
 )
 FOLDER = Path(__file__).parents[2] / "build" / "simulated"
 PYTHON = Path(sysconfig.get_paths()["include"])
@@ -36,65 +37,96 @@ JOBS = 2
 
 
 class Unavailable(Exception):
-    """Why there can be no simulated accelerator here."""
+    """There can be no simulated accelerator here; the message has the reason."""
 
 
 def library() -> Path:
-    """The compiled library, built now if need be.
+    """Return the path of the compiled library, and build it if it does not exist.
 
     Raises:
         Unavailable: Another torch, or no compiler.
         RuntimeError: The compiler refused the sources.
     """
-    version = importlib.metadata.version("torch")
-    named = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    compilers = [each for each in map(shlex.split, named) if shutil.which(each[0])]
-    for is_there, needed in (
-        (version.split("+")[0].split(".")[:2] == FOR_TORCH.split("."), f"torch {FOR_TORCH}"),
-        (sys.platform.startswith("linux"), "Linux"),
-        (compilers, f"a C++ compiler ({', '.join(named)})"),
-        ((PYTHON / "Python.h").exists(), f"{PYTHON}/Python.h"),
-    ):
-        if not is_there:
-            raise Unavailable(
-                f"the simulated accelerator needs {needed}; this is torch {version} "
-                f"on {sys.platform}"
-            )
-    digest = hashlib.sha256(
-        repr([version, sys.version, str(Path(sys.prefix).resolve()), FLAGS]).encode()
-    )
-    for part in (_run([*compilers[0], "--version"]), *(p.read_bytes() for p in SOURCES)):
-        digest.update(part)
-    built = FOLDER / digest.hexdigest()[:16] / f"sim{sysconfig.get_config_var('EXT_SUFFIX')}"
-    built.parent.mkdir(parents=True, exist_ok=True)
+    compiler = _find_compiler()
+    digest = _digest(compiler)
+    path = FOLDER / digest / f"sim{sysconfig.get_config_var('EXT_SUFFIX')}"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            _build(compilers[0], built)
-    return built
+        if not path.exists():
+            _build(compiler, path)
+    return path
 
 
-def _build(compiler: list[str], built: Path) -> None:
+def _find_compiler() -> list[str]:
+    """Return the command of a C++ compiler, or raise if the library cannot be built here."""
+    if not _torch_version().startswith(f"{FOR_TORCH}."):
+        raise _unavailable(f"torch {FOR_TORCH}")
+    if not sys.platform.startswith("linux"):
+        raise _unavailable("Linux")
+    header = PYTHON / "Python.h"
+    if not header.exists():
+        raise _unavailable(str(header))
+    candidates = ["c++", "g++", "clang++"]
+    if "CXX" in os.environ:
+        candidates = [os.environ["CXX"]]
+    for candidate in candidates:
+        command = shlex.split(candidate)
+        if shutil.which(command[0]):
+            return command
+    raise _unavailable(f"a C++ compiler ({', '.join(candidates)})")
+
+
+def _torch_version() -> str:
+    return importlib.metadata.version("torch")
+
+
+def _unavailable(need: str) -> Unavailable:
+    return Unavailable(
+        f"the simulated accelerator needs {need}; this is torch {_torch_version()} "
+        f"on {sys.platform}"
+    )
+
+
+def _digest(compiler: list[str]) -> str:
+    """Return a name for the versions, the flags and the sources of the library."""
+    prefix = Path(sys.prefix).resolve()
+    settings = [_torch_version(), sys.version, str(prefix), FLAGS]
+    digest = hashlib.sha256(repr(settings).encode())
+    digest.update(_run([*compiler, "--version"]))
+    for source in SOURCES:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(compiler: list[str], path: Path) -> None:
     torch = Path(importlib.util.find_spec("torch").origin).resolve().parent  # type: ignore[union-attr, arg-type]
-    folders = (torch / "include", torch / "include/torch/csrc/api/include", PYTHON)
-    # The largest first, so that no core waits at the end.
-    sources = [source for source in SOURCES if source.suffix == ".cpp"]
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        objects = [f"{folder}/{source.stem}.o" for source in sources]
-        compiled = [*compiler, *FLAGS, *(f"-I{each}" for each in folders), "-c"]
+    includes = [
+        f"-I{torch}/include",
+        f"-I{torch}/include/torch/csrc/api/include",
+        f"-I{PYTHON}",
+    ]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = []
+        commands = []
+        for source in SOURCES:
+            if source.suffix == ".cpp":
+                compiled = f"{folder}/{source.stem}.o"
+                objects.append(compiled)
+                commands.append([*compiler, *FLAGS, *includes, "-c", source, "-o", compiled])
         with concurrent.futures.ThreadPoolExecutor(JOBS) as jobs:
-            commands = [[*compiled, s, "-o", o] for s, o in zip(sources, objects, strict=True)]
             list(jobs.map(_run, commands))
-        linked = [*objects, f"-L{torch}/lib", *LIBRARIES, f"-Wl,-rpath,{torch}/lib"]
-        _run([*compiler, "-shared", *linked, "-o", f"{folder}/linked"])
-        Path(folder, "linked").rename(built)
+        linked = f"{folder}/linked"
+        options = [f"-L{torch}/lib", *LIBRARIES, f"-Wl,-rpath,{torch}/lib"]
+        _run([*compiler, "-shared", *objects, *options, "-o", linked])
+        Path(linked).rename(path)
 
 
 def _run(command: list[str | Path]) -> bytes:
     done = subprocess.run(command, capture_output=True)
     if done.returncode:
-        said = done.stderr.decode()[-6000:]
-        raise RuntimeError(f"{shlex.join(map(str, command))} failed:\n{said}")
+        errors = done.stderr.decode()[-6000:]
+        raise RuntimeError(f"{shlex.join(map(str, command))} failed:\n{errors}")
     return done.stdout
 
 

@@ -1,7 +1,8 @@
 """The simulated accelerator under CUDA's name, for code that looks at that name.
 
 The library must be there before torch, so this module imports torch in functions only, and the
-processes that use it are spawned. What torch's CPU build lacks of ``torch.cuda`` is put there.
+processes that use it are spawned. It adds the names of ``torch.cuda`` that are not
+in torch's CPU build.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ def become(path: str, devices: int) -> None:
 
     device.load(path, devices, name="cuda")
     native = device.native()
+    properties = SimpleNamespace(total_memory=1 << 34, multi_processor_count=1)
     vars(torch.cuda).update(
         {
             "_lazy_init": lambda: None,
@@ -50,9 +52,7 @@ def become(path: str, devices: int) -> None:
             "manual_seed_all": device.seed_all,
             "get_device_capability": lambda _=None: (9, 0),
             "get_device_name": lambda _=None: "simulated",
-            "get_device_properties": lambda _=None: SimpleNamespace(
-                total_memory=1 << 34, multi_processor_count=1
-            ),
+            "get_device_properties": lambda _=None: properties,
             "Stream": torch.Stream,
             "Event": torch.Event,
         }
@@ -63,13 +63,13 @@ def become(path: str, devices: int) -> None:
 
 
 def _take_groups() -> None:
-    """Let groups of NCCL, and those of gloo on a GPU, be the late one."""
+    """Replace groups of NCCL, and groups of gloo on a GPU, by the late group."""
     import torch.distributed as dist
 
     original = dist.init_process_group
 
     def init_process_group(backend: str = "", **options: Any) -> None:
-        whole = "cpu:gloo,cuda:simccl"
-        original("simccl" if backend == "nccl" else whole, **options)
+        replaced = "simccl" if backend == "nccl" else "cpu:gloo,cuda:simccl"
+        original(replaced, **options)
 
     dist.init_process_group = init_process_group  # type: ignore[assignment]

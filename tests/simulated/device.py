@@ -1,4 +1,4 @@
-"""``torch.sim``: the simulated accelerator registered in this process, and what tests ask of it.
+"""``torch.sim``: the simulated accelerator registered in this process, and its controls for tests.
 
 A process that has loaded it can never be without it again, so tests run in processes of their own
 (`tests.simulated.pools`), and only the functions that run there may import this module.
@@ -35,8 +35,8 @@ __all__ = [
     "take_counts",
 ]
 
-# The kinds of host sync, as the library numbers them; "no_meta" is the simulation's own: an op
-# whose shape is known only when it has run.
+# The kinds of host sync, as the library numbers them; "no_meta" exists in the simulation
+# alone. It is an op with a shape that depends on its values.
 KINDS = ("item", "d2h", "h2d", "stream", "event", "device", "data_dependent", "no_meta")
 ALL_SYNCS = KINDS[:-1]
 # For init_process_group: gloo for the host's tensors, the late group for the device's.
@@ -80,19 +80,18 @@ def native() -> Any:
     return _native
 
 
-# -- what tests steer and count -------------------------------------------------------------------
+# -- controls and counts for tests -----------------------------------------------------------------
 
 
 def schedule(name: str, seed: int = 0) -> None:
-    """Run what is pending, then choose when jobs run from now on.
+    """Run all pending jobs, then choose when later jobs run.
 
     Args:
-        name: ``"late"``: nothing runs until the host waits for it, and then the streams that the
-            awaited one waits for go first, its own jobs last. ``"late_others"``: the same, but
-            those other streams go last. ``"eager"``: every job runs when it is put on its
-            stream, if what it waits for is there. ``"random"``: now and then some jobs of a
-            stream.
-        seed: of the random schedule.
+        name: With ``"late"`` a job runs when the host waits for it; the streams that its stream
+            waits for run first. With ``"late_others"`` those streams run last. With ``"eager"`` a
+            job runs as soon as it is on its stream, if the jobs that it waits for have run. With
+            ``"random"`` some jobs of a random stream run now and then.
+        seed: The seed of the random schedule.
     """
     _native.set_schedule(name, seed)
 
@@ -113,7 +112,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def refuse(*kinds: str) -> Iterator[None]:
-    """Raise at a host sync of one of these kinds; of any kind where none is named."""
+    """Raise at a host sync of one of these kinds, or of any kind without arguments."""
     _native.refuse(sum(1 << KINDS.index(kind) for kind in kinds or ALL_SYNCS))
     try:
         yield
@@ -122,7 +121,7 @@ def refuse(*kinds: str) -> Iterator[None]:
 
 
 def peek(tensor: Tensor) -> Tensor:
-    """What lies in a device tensor now, whatever is still to come; no sync."""
+    """Return the present values of a device tensor without a sync; pending jobs do not run."""
     return _native.peek(tensor)
 
 
@@ -142,7 +141,7 @@ def index_of(device: Any) -> int:
 
 
 def _module() -> ModuleType:
-    """What torch and its wrappers look for in the module of a device type."""
+    """Return the module of the device type, with the names that torch and its wrappers use."""
     module = ModuleType("torch.sim", "The simulated accelerator.")
     vars(module).update(
         {

@@ -11,35 +11,44 @@ __all__ = ["supply"]
 
 
 def supply(kind: str) -> None:
-    """Give ``torch._C`` what `torch.nn.parallel.comm` calls, for devices of this type."""
+    """Add the functions that `torch.nn.parallel.comm` calls to ``torch._C``, for a device type."""
 
-    def named(devices: Sequence[Any]) -> list[torch.device]:
-        return [torch.device(kind, d) if isinstance(d, int) else torch.device(d) for d in devices]
+    def device_of(place: Any) -> torch.device:
+        if isinstance(place, int):
+            return torch.device(kind, place)
+        return torch.device(place)
+
+    def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return tensor.contiguous().to(device, non_blocking=True)
 
     def scatter(
         tensor: Tensor, devices: Sequence[Any], sizes: Any, dim: int, streams: Any
     ) -> list[Tensor]:
-        targets = named(devices)
-        chunks = tensor.chunk(len(targets), dim) if sizes is None else tensor.split(sizes, dim)
-        parts = []
-        for number, (chunk, device) in enumerate(zip(chunks, targets, strict=True)):
+        count = len(devices)
+        chunks = tensor.chunk(count, dim) if sizes is None else tensor.split(sizes, dim)
+        copies = []
+        for number, (chunk, place) in enumerate(zip(chunks, devices, strict=True)):
             stream = streams[number] if streams else None
             with stream or contextlib.nullcontext():
-                same = chunk.device == device
-                parts.append(chunk if same else chunk.contiguous().to(device, non_blocking=True))
-        return parts
+                copies.append(copy_to(chunk, device_of(place)))
+        return copies
 
     def gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
-        device = torch.device("cpu") if destination == -1 else named([destination or 0])[0]
-        return torch.cat([t.to(device, non_blocking=device.type != "cpu") for t in tensors], dim)
+        device = device_of("cpu" if destination == -1 else destination or 0)
+        is_async = device.type != "cpu"
+        copies = [tensor.to(device, non_blocking=is_async) for tensor in tensors]
+        return torch.cat(copies, dim)
 
     def broadcast_coalesced(
         tensors: Sequence[Tensor], devices: Sequence[Any], _: int
     ) -> list[list[Tensor]]:
-        return [
-            [t if t.device == device else t.to(device, non_blocking=True) for t in tensors]
-            for device in named(devices)
-        ]
+        copies_by_device = []
+        for place in devices:
+            device = device_of(place)
+            copies_by_device.append([copy_to(tensor, device) for tensor in tensors])
+        return copies_by_device
 
     def broadcast(tensor: Tensor, devices: Sequence[Any]) -> list[Tensor]:
         return [copies[0] for copies in broadcast_coalesced([tensor], devices, 0)]

@@ -26,18 +26,23 @@ SCHEDULES = [("late", 0), ("late_others", 0), ("random", 11)]
 
 
 def under_schedules(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Each case under a schedule, which takes turns; under all of them in ``make test-all``."""
-    return [
-        pytest.param(*case, *schedule, marks=pytest.mark.slow if (number + turn) % 3 else [])
-        for number, case in enumerate(cases)
-        for turn, schedule in enumerate(SCHEDULES)
-    ]
+    """Return each case under every schedule; one schedule is quick and two are slow.
+
+    The quick schedules take turns over the cases.
+    """
+    parameters = []
+    for case_number, case in enumerate(cases):
+        for schedule_number, schedule in enumerate(SCHEDULES):
+            is_quick = (case_number + schedule_number) % 3 == 0
+            marks = [] if is_quick else [pytest.mark.slow]
+            parameters.append(pytest.param(*case, *schedule, marks=marks))
+    return parameters
 
 
 class SimPool:
     """``world_size`` processes that each see the same number of devices.
 
-    As `tests.ranks.RankPool`, whose pools these are; a function finds rank r on device ``sim:r``.
+    Each has a `tests.ranks.RankPool`. The current device of rank r is ``sim:r``.
 
     Args:
         world_size: number of processes.
@@ -71,31 +76,31 @@ class SimPool:
         seed: int = 0,
         **options: Any,
     ) -> list[Any]:
-        """Run ``function(*args)`` in every process and return what each returned.
+        """Run ``function(*args)`` in every process and return the results.
 
-        Whatever is pending when the function returns is run, and an error that then comes out
-        counts as the function's own. Device tensors in the result come back on the CPU.
+        Jobs that are pending when the function returns are run, and their errors are errors of the
+        call. Device tensors in the result come back on the CPU.
 
         Args:
             function: importable by name (module level).
             args: picklable.
             schedule: ``"late"``, ``"eager"`` or ``"random"``.
             seed: of the random schedule; each rank adds its number.
-            options: those of `RankPool.run`; in one process there is by default no group.
+            options: Options of `RankPool.run`; in one process the default is no group.
         """
         chosen = (schedule, seed) if schedule else self._schedule
         group = "none" if self.world_size == 1 else "default"
         return self.pool.run(_call, function, args, *chosen, **{"group": group, **options})
 
     def one(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """What the function returned in the first process: `run`, where there is only one."""
+        """Return the result of `run` in the first process, for a pool of one."""
         return self.run(function, *args, **options)[0]
 
     def under(self, schedule: str, seed: int = 0) -> SimPool:
-        """The same processes with this schedule, where a call names none."""
-        there = copy.copy(self)
-        there._schedule = schedule, seed
-        return there
+        """Return the same processes with another default schedule."""
+        scheduled = copy.copy(self)
+        scheduled._schedule = schedule, seed
+        return scheduled
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""

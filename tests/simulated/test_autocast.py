@@ -1,4 +1,4 @@
-"""Regions and op lists where an out-of-tree device is loaded: on it, on the CPU, in threads."""
+"""Regions and op lists on an out-of-tree device, on the CPU next to it, and in threads."""
 
 import concurrent.futures
 from typing import Any
@@ -12,54 +12,81 @@ from tests.on_ranks import on_devices
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 # A matrix product in full precision, and tanh in the lower one: the opposite of torch's lists.
-TURNED = OpLists(fp32={"mm"}, lower_precision={"tanh"})
+REVERSED = OpLists(fp32={"mm"}, lower_precision={"tanh"})
 
 
 def _dtypes(device: str) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of a product and of a tanh on a device."""
     x = torch.ones(4, 4, device=device)
-    return torch.mm(x, x).dtype, torch.tanh(x).dtype
+    product = torch.mm(x, x)
+    tanh = torch.tanh(x)
+    return product.dtype, tanh.dtype
 
 
 @on_devices(1)
-@pytest.mark.parametrize(("device", "other"), [("sim", "cpu"), ("cpu", "sim")])
-def test_op_lists_hold_on_their_device_and_leave_the_other_alone(device, other):
+@pytest.mark.parametrize(("device", "second_device"), [("sim", "cpu"), ("cpu", "sim")])
+def test_op_lists_hold_on_their_device_alone(device, second_device):
+    with autocast(device, BF16, ops=REVERSED):
+        assert _dtypes(device) == (FULL, BF16)
+        assert _dtypes(second_device) == (FULL, FULL)
+        with autocast(second_device, HALF):
+            assert _dtypes(device) == (FULL, BF16)
+            assert _dtypes(second_device) == (HALF, FULL)
+
+
+@on_devices(1)
+@pytest.mark.parametrize("device", ["sim", "cpu"])
+def test_op_lists_hold_between_the_borders_of_their_region(device):
     with autocast(device, BF16):
-        found = [_dtypes(device)]
-        with autocast(device, BF16, ops=TURNED):
-            found += [_dtypes(device), _dtypes(other)]
-            state = AutocastState.capture()
-            with autocast(other, HALF):
-                found += [_dtypes(device), _dtypes(other)]
+        assert _dtypes(device) == (BF16, FULL)
+        with autocast(device, BF16, ops=REVERSED):
+            assert _dtypes(device) == (FULL, BF16)
             with autocast(device, enabled=False):
-                found.append(_dtypes(device))
-        found.append(_dtypes(device))
+                assert _dtypes(device) == (FULL, FULL)
+        assert _dtypes(device) == (BF16, FULL)
+    assert _dtypes(device) == (FULL, FULL)
+
+
+@on_devices(1)
+@pytest.mark.parametrize("device", ["sim", "cpu"])
+def test_a_captured_state_has_the_op_lists(device):
+    with autocast(device, BF16, ops=REVERSED):
+        state = AutocastState.capture()
     with state.apply():
-        found.append(_dtypes(device))
-    found.append(_dtypes(device))
-    plain, turned, off = (BF16, FULL), (FULL, BF16), (FULL, FULL)
-    assert found == [plain, turned, off, turned, (HALF, FULL), off, plain, turned, off]
+        assert _dtypes(device) == (FULL, BF16)
+    assert _dtypes(device) == (FULL, FULL)
 
 
-def _trained(by_hand: bool) -> Any:
-    """Forward in threads that take the region along, backward in autograd's own thread."""
-    layer, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4)
-    if not by_hand:
-        layer, x = layer.to("sim"), x.to("sim")
+def _train_in_threads(device: str) -> Any:
+    """Run forward in threads with op lists; return the dtypes of outputs, and the gradient.
+
+    Backward runs in a thread of autograd. On the CPU the function casts to half precision itself,
+    because the region is for the device.
+    """
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(4, 4).to(device)
+    layer.to(device)
 
     def forward(number: int) -> Tensor:
         y = torch.mm(x + number, layer.weight)
-        return torch.tanh(y.half() if by_hand else y)
+        if device == "cpu":
+            y = y.half()
+        return torch.tanh(y)
 
-    with autocast("sim", HALF, ops=TURNED), concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with autocast("sim", HALF, ops=REVERSED), concurrent.futures.ThreadPoolExecutor(2) as pool:
         bound = AutocastState.wrap(forward)
         outputs = list(pool.map(bound, range(3)))
-    torch.stack([y.float() for y in outputs]).sum().backward()
-    return [y.dtype for y in outputs], layer.weight.grad.cpu()  # type: ignore[union-attr]
+    dtypes = [output.dtype for output in outputs]
+    total = sum(output.float().sum() for output in outputs)
+    total.backward()  # type: ignore[union-attr]
+    grad = layer.weight.grad
+    assert grad is not None
+    return dtypes, grad.cpu()
 
 
-def test_threads_take_lists_along_and_gradients_are_those_of_the_casts_by_hand(sim):
-    _, expected = sim.one(_trained, True)
+def test_op_lists_reach_threads_and_gradients_equal_those_of_explicit_casts(sim):
+    _, expected_grad = sim.one(_train_in_threads, "cpu")
     for schedule, seed in (("late", 0), ("late_others", 0), ("random", 4)):
-        dtypes, gradient = sim.one(_trained, False, schedule=schedule, seed=seed)
-        assert dtypes == [HALF] * 3
-        torch.testing.assert_close(gradient, expected)
+        dtypes, grad = sim.one(_train_in_threads, "sim", schedule=schedule, seed=seed)
+        assert dtypes == [HALF, HALF, HALF]
+        torch.testing.assert_close(grad, expected_grad)

@@ -1,7 +1,7 @@
-"""The scaler on simulated devices, beside the CPU.
+"""The scaler on simulated devices has the results of the CPU.
 
-Each job is run on the CPU and, under every schedule, on the device. A sample of the scaler's cells
-is compared to the bit; all of them in ``make test-all``.
+Each job runs on the CPU and, under every schedule, on the device. A sample of the scaler's cells
+must be bit-identical; ``make test-all`` runs all cells.
 """
 
 from typing import Any
@@ -29,25 +29,44 @@ def _pair(sim_ranks, ranks, layout):
     return Pair(ranks(size), sim_ranks(size))
 
 
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each not in FOUR_RANKS])
-def test_a_sample_of_cells_is_as_on_the_cpu(sim_ranks, ranks, layout):
-    wrong = _pair(sim_ranks, ranks, layout).wrong(sample(layout, "sim "))
-    assert not wrong, "\n\n".join(wrong)  # pytest shortens a list to a line
+# One layout for each way in which gradients reach the scaler.
+QUICK_LAYOUTS = ("DDP", "FSDP1", "FSDP2", "TP", "ZeRO", "alone")
+
+
+def _sampled_layouts() -> list[Any]:
+    parameters = []
+    for layout in LAYOUTS:
+        if layout not in FOUR_RANKS:
+            marks = [] if layout in QUICK_LAYOUTS else [pytest.mark.slow]
+            parameters.append(pytest.param(layout, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("layout", _sampled_layouts())
+def test_a_sample_of_cells_has_the_results_of_the_cpu(sim_ranks, ranks, layout):
+    program = sample(layout, "sim ")
+    faults = _pair(sim_ranks, ranks, layout).wrong(program)
+    # A string, because pytest shortens a list to one line.
+    assert not faults, "\n\n".join(faults)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("layout", "kind"), sorted({each[:2] for each in cells(LAYOUTS)}))
-def test_every_cell_is_as_on_the_cpu(sim_ranks, ranks, layout, kind):
+@pytest.mark.parametrize(("layout", "kind"), sorted({cell[:2] for cell in cells(LAYOUTS)}))
+def test_every_cell_has_the_results_of_the_cpu(sim_ranks, ranks, layout, kind):
     pair = _pair(sim_ranks, ranks, layout)
-    found = {program: pair.wrong(program) for program in chains(layout, kind)}
-    assert {program: wrong for program, wrong in found.items() if wrong} == {}
+    faulty_programs = {}
+    for program in chains(layout, kind):
+        faults = pair.wrong(program)
+        if faults:
+            faulty_programs[program] = faults
+    assert faulty_programs == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(20))
-def test_random_programs_are_as_on_the_cpu(sim2, ranks2, seed):
+def test_random_programs_have_the_results_of_the_cpu(sim2, ranks2, seed):
     pair = Pair(ranks2, sim2)
 
     def is_right(program):
@@ -60,7 +79,7 @@ def test_random_programs_are_as_on_the_cpu(sim2, ranks2, seed):
 
 
 class _Tape(TorchDispatchMode):
-    """Remembers ops and their very tensors, and runs them again: as a CUDA graph does."""
+    """Records ops with their tensors, and runs them again, as a CUDA graph does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +100,13 @@ class _Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def recorded(device: str, what: str) -> Any:
-    """Forward and backward recorded and replayed, by themselves or with a fused step and update."""
+def recorded(device: str, part: str) -> Any:
+    """Record and replay training; return the weights, and the scale after each step.
+
+    Args:
+        device: The CPU, which only runs, or the device, which also records.
+        part: ``"backward"`` records forward and backward; ``"step"`` also a fused step and update.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scaler, tape = DistGradScaler(device, init_scale=64.0, growth_interval=2), _Tape()
@@ -95,7 +119,7 @@ def recorded(device: str, what: str) -> Any:
 
     def run() -> None:
         scaler.scale(model(x).square().mean() * factor).backward()
-        if what == "step":
+        if part == "step":
             step()
 
     for number in range(8):
@@ -106,9 +130,9 @@ def recorded(device: str, what: str) -> Any:
         elif number > 2:
             tape.replay()
         else:
-            with tape, mock.patch.object(device_utils, "is_capturing", return_value=what == "step"):
+            with tape, mock.patch.object(device_utils, "is_capturing", return_value=part == "step"):
                 run()
-        if what == "backward":
+        if part == "backward":
             step()
         optimizer.zero_grad(set_to_none=False)
         scales.append(scaler.get_scale())
@@ -121,42 +145,60 @@ CASES = [(momentum_after_skips, ()), (recorded, ("backward",)), (recorded, ("ste
 @pytest.mark.parametrize(
     ("job", "arguments", "schedule", "seed"),
     under_schedules(CASES),
-    ids=lambda each: getattr(each, "__name__", str(each)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_job_is_done_as_on_the_cpu(sim, job, arguments, schedule, seed):
+def test_a_job_has_the_result_of_the_cpu(sim, job, arguments, schedule, seed):
     expected = sim.one(job, "cpu", *arguments)
-    found = sim.one(job, "sim", *arguments, schedule=schedule, seed=seed)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    result = sim.one(job, "sim", *arguments, schedule=schedule, seed=seed)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
-def _waits_for_nothing(by: str, group: bool, calls: dict[str, Any]) -> int:
-    """Fused steps, one of which overflows, with every kind of host sync refused but an event."""
+def _skips_without_host_syncs(by: str, in_group: bool, with_norm: bool) -> int:
+    """Take fused steps, of them one with an overflow; return the number of skipped steps.
+
+    Host syncs are refused, except an event if the model is in a group.
+    """
     from tests.simulated.device import ALL_SYNCS, refuse
 
     model: nn.Module = nn.Linear(8, 4).to(here())
-    if group:
+    if in_group:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    made = StepGuard() if by == "guard" else DistGradScaler("sim", init_scale=64.0)
+    scaler = StepGuard() if by == "guard" else DistGradScaler("sim", init_scale=64.0)
     x = torch.ones(2, 8, device=here())
     # DDP itself reads on the host when it puts its buckets in order, in the second step.
     factors = [torch.full((), f, device=here()) for f in (1.0, 1.0, 1.0, INF, 1.0)]
-    given = {**calls, **({"skip_norm_above": torch.full((), 1e6, device=here())} if calls else {})}
-    kinds = [kind for kind in ALL_SYNCS if not (group and kind == "event")]
+    limits: dict[str, Any] = {}
+    if with_norm:
+        limits["max_norm"] = 0.5
+        limits["skip_norm_above"] = torch.full((), 1e6, device=here())
+    refused = set(ALL_SYNCS)
+    if in_group:
+        refused.remove("event")
     for number, factor in enumerate(factors):
-        with refuse(*kinds if number > 1 else ("no_meta",)):
+        kinds = refused if number > 1 else {"no_meta"}
+        with refuse(*kinds):
             optimizer.zero_grad()
-            made.scale(model(x).square().mean() * factor).backward()
-            made.step(optimizer, **given)
-            if calls:
-                made.grad_norm()
-            made.update()
-    return made.step_counts(optimizer).skipped
+            loss = model(x).square().mean() * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, **limits)
+            if with_norm:
+                scaler.grad_norm()
+            scaler.update()
+    return scaler.step_counts(optimizer).skipped
 
 
-@pytest.mark.parametrize("calls", [{}, {"max_norm": 0.5}], ids=["step", "max_norm"])
+@pytest.mark.parametrize("schedule", ["late", "random"])
+@pytest.mark.parametrize("with_norm", [False, True], ids=["step", "max_norm"])
 @pytest.mark.parametrize("by", ["scaler", "guard"])
-def test_a_fused_step_waits_for_nothing_and_with_a_group_for_one_event(sim, sim2, by, calls):
-    for schedule in ("late", "random"):
-        assert sim.one(_waits_for_nothing, by, False, calls, schedule=schedule) == 1
-        assert sim2.run(_waits_for_nothing, by, True, calls, schedule=schedule) == [1] * 2
+def test_a_fused_step_never_waits_for_the_device(sim, by, with_norm, schedule):
+    skipped = sim.one(_skips_without_host_syncs, by, False, with_norm, schedule=schedule)
+    assert skipped == 1
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+@pytest.mark.parametrize("with_norm", [False, True], ids=["step", "max_norm"])
+@pytest.mark.parametrize("by", ["scaler", "guard"])
+def test_a_fused_step_in_a_group_waits_for_events_alone(sim2, by, with_norm, schedule):
+    skipped = sim2.run(_skips_without_host_syncs, by, True, with_norm, schedule=schedule)
+    assert skipped == [1, 1]

@@ -1,9 +1,8 @@
-"""Several on simulated devices: ranks that part or train together, models over two, optimizers."""
+"""Several ranks, devices or optimizers: skips together, fused steps, errors and levels."""
 
 import contextlib
+import functools
 import gc
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,90 +22,109 @@ from tests.on_ranks import on_devices
 from tests.place import here
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, NAN, error_of
-from tests.simulated.pools import SimPool, under_schedules
+from tests.simulated.pools import SCHEDULES, SimPool, under_schedules
 
 
 @on_devices(2)
 @pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("half", [False, True])
 def test_an_overflow_on_either_device_of_one_rank_skips_the_step_on_all(half, call):
-    """A model over two devices on each rank."""
-    devices = [f"sim:{dist.get_rank() + place}" for place in (0, 2)]
-    model = nn.ModuleList([nn.Linear(2, 2, bias=False, device=each) for each in devices])
+    """The model of each rank is on two devices."""
+    rank = dist.get_rank()
+    devices = [f"sim:{rank}", f"sim:{rank + 2}"]
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False, device=device) for device in devices)
     if half:
         model.half()
     weights = [*model.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.25)
-    _kept = half and MasterParameters(optimizer)
+    _masters = MasterParameters(optimizer) if half else None
     scaler = DistGradScaler("sim", init_scale=8.0, fp16_grads="master" if half else "error")
     for overflowing in (None, 0, 1):
-        before = [weight.detach().clone() for weight in weights]
+        old_weights = [weight.detach().clone() for weight in weights]
         scaler.scale(torch.ones((), device=devices[0]))
         for number, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, scaler.get_scale() / 2)
-            if number == overflowing and dist.get_rank():
+            if number == overflowing and rank == 1:
                 weight.grad[0, 0] = torch.inf
         if call == "unscale_":
             scaler.unscale_(optimizer)
         elif call == "clip_grad_norm_":
-            norm = scaler.clip_grad_norm_(optimizer, 9.0).item()
-            assert norm == pytest.approx(2.0**0.5) or overflowing is not None
+            norm = scaler.clip_grad_norm_(optimizer, 9.0)
+            if overflowing is None:
+                assert norm.item() == pytest.approx(2.0**0.5)
         scaler.step(optimizer)
         scaler.update()
-        moved = [(b - weight)[1, 1].item() for b, weight in zip(before, weights, strict=True)]
-        assert moved == [0.125 if overflowing is None else 0.0] * 2
+        expected_change = 0.125 if overflowing is None else 0.0
+        for weight, old_weight in zip(weights, old_weights, strict=True):
+            change = old_weight - weight
+            assert change[1, 1].item() == expected_change
 
 
-def _other_scales(made: Any, optimizer: Any) -> None:
-    made.update(4.0 if dist.get_rank() else 8.0)
-    made.step(optimizer)
+def different_scales(scaler: Any, optimizer: Any) -> None:
+    scaler.update(4.0 if dist.get_rank() else 8.0)
+    scaler.step(optimizer)
 
 
-def _bad_norm_type(made: Any, optimizer: Any) -> None:
-    made.clip_grad_norm_(optimizer, 1.0, norm_type=-1.0)
-    made.step(optimizer)
+def different_limits(scaler: Any, optimizer: Any) -> None:
+    """Step with a limit that the norm exceeds on rank 0 alone."""
+    limit = torch.full((), 0.5 + dist.get_rank(), device="sim")
+    scaler.step(optimizer, skip_norm_above=limit)
 
 
-# What is done in the place of a step.
-WRONG: dict[str, Callable[[Any, Any], None]] = {
-    "other scales": _other_scales,
-    # By one the step is a spike, by the other it is none.
-    "other limits": lambda made, optimizer: made.step(
-        optimizer, skip_norm_above=torch.full((), 0.5 + dist.get_rank(), device="sim")
-    ),
-    "other norms": lambda made, optimizer: made.step(optimizer, max_norm=9.0 + dist.get_rank()),
-    "max_norm of all": lambda made, optimizer: made.step(optimizer, max_norm=-1.0),
-    "norm_type of all": _bad_norm_type,
-}
+def different_norms(scaler: Any, optimizer: Any) -> None:
+    scaler.step(optimizer, max_norm=9.0 + dist.get_rank())
+
+
+def negative_max_norm(scaler: Any, optimizer: Any) -> None:
+    scaler.step(optimizer, max_norm=-1.0)
+
+
+def negative_norm_type(scaler: Any, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0, norm_type=-1.0)
+    scaler.step(optimizer)
+
+
+MISTAKES = [different_limits, different_norms, negative_max_norm, negative_norm_type]
+
+
+def _check_that_no_rank_takes_the_second_step(scaler: Any, mistake: Any) -> None:
+    """Make a mistake in the second step; the host reads the reply to a fused step late."""
+    weight = torch.ones(1, device="sim", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
+
+    def train(step: Any) -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        step(optimizer)
+        scaler.update()
+
+    def train_with_the_mistake() -> None:
+        train(functools.partial(mistake, scaler))
+        train(scaler.step)
+
+    train(scaler.step)
+    with pytest.raises((RankMismatchError, ValueError)):
+        train_with_the_mistake()
+    assert weight.item() == 0.75, "the first step alone was taken"
 
 
 @on_devices(2)
-@pytest.mark.parametrize(
-    ("by", "what"),
-    [*itertools.product(["scaler", "guard"], list(WRONG)[1:]), ("scaler", "other scales")],
-)
-def test_a_fused_step_out_of_lockstep_or_in_error_is_taken_by_nobody(by, what):
-    """After a step ranks part, or all make a mistake, whose reply the host reads late."""
-    weight = torch.ones(1, device="sim", requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
-    made = StepGuard() if by == "guard" else DistGradScaler("sim", init_scale=2.0)
-    raised = False
-    for number in range(3):
-        optimizer.zero_grad()
-        made.scale(weight.sum()).backward()
-        try:
-            WRONG[what](made, optimizer) if number == 1 else made.step(optimizer)
-            made.update()
-        except (RankMismatchError, ValueError):
-            raised = True
-            break
-    assert (weight.item(), raised) == (0.75, True)
+@pytest.mark.parametrize("mistake", [different_scales, *MISTAKES])
+def test_no_rank_takes_a_fused_step_with_a_mistake_by_a_scaler(mistake):
+    scaler = DistGradScaler("sim", init_scale=2.0)
+    _check_that_no_rank_takes_the_second_step(scaler, mistake)
+
+
+@on_devices(2)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_no_rank_takes_a_fused_step_with_a_mistake_by_a_guard(mistake):
+    _check_that_no_rank_takes_the_second_step(StepGuard(), mistake)
 
 
 @on_devices(2)
 @pytest.mark.parametrize("norm", [{}, {"max_norm": 100.0}])
 def test_more_optimizers_than_a_message_has_words_for(norm):
-    """Of 30 optimizers one overflows, and one has no gradient on any rank."""
+    """One of 30 optimizers overflows, and another has no gradient on any rank."""
     weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(30)]
     optimizers = [torch.optim.SGD([weight], lr=0.25, fused=True) for weight in weights]
     guard = StepGuard()
@@ -119,9 +137,11 @@ def test_more_optimizers_than_a_message_has_words_for(norm):
         guard.step_all(optimizers, **norm)
         guard.update()
     counts = [guard.step_counts(optimizer) for optimizer in optimizers]
-    assert {each.taken for each in counts[:28]} == {1 if norm else 2}
-    assert (counts[28].taken, counts[28].skipped) == (0, 0)
-    assert (counts[29].taken, counts[29].skipped) == (1, 1)
+    *good, idle, overflowed = counts
+    for count in good:
+        assert count.taken == (1 if norm else 2)
+    assert (idle.taken, idle.skipped) == (0, 0)
+    assert (overflowed.taken, overflowed.skipped) == (1, 1)
     assert not guard.step_was_taken(optimizers[28])
 
 
@@ -129,23 +149,31 @@ def test_more_optimizers_than_a_message_has_words_for(norm):
 @pytest.mark.parametrize("norm", [{}, {"max_norm": 100.0}])
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_result_of_a_step_is_false_for_an_idle_optimizer(fused, norm):
-    """Nothing is read on the host before the result; the other optimizer overflows at last."""
+    """The host reads nothing before the result. The first optimizer overflows in the last step."""
     models = [nn.Linear(4, 1, device="sim") for _ in range(2)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in models]
     amp = distamp.initialize(models, optimizers, "bf16")
-    for factor, trains, expected in (
-        (1.0, False, [True, True, False]),
-        (1.0, True, [True, True, True]),
-        (INF, False, [False, False, False]),
-    ):
+
+    def step(factor: float, second_trains: bool) -> list[bool]:
+        """Step on the device; return the result of all optimizers, and of each."""
+        x = torch.ones(2, 4, device="sim")
         amp.zero_grad()
-        amp.backward((amp.models[0](torch.ones(2, 4, device="sim")) * factor).sum())
-        if trains and dist.get_rank():
-            amp.backward(amp.models[1](torch.ones(2, 4, device="sim")).sum())
-        result = amp.step(**norm, **({"shard_group_fn": lambda _: True} if norm else {}))
+        loss = amp.models[0](x).sum()
+        amp.backward(loss * factor)
+        if second_trains and dist.get_rank():
+            second_loss = amp.models[1](x).sum()
+            amp.backward(second_loss)
+        limits: dict[str, Any] = dict(norm)
+        if norm:
+            limits["shard_group_fn"] = lambda _: True
+        result = amp.step(**limits)
         assert amp.scaler.found_inf(optimizers[1]).item() == 0.0
-        assert amp.scaler.step_was_taken(optimizers[1]) is trains
-        assert [bool(flag) for flag in (result, *result.optimizers)] == expected
+        assert amp.scaler.step_was_taken(optimizers[1]) is second_trains
+        return [bool(flag) for flag in (result, *result.optimizers)]
+
+    assert step(1.0, second_trains=False) == [True, True, False]
+    assert step(1.0, second_trains=True) == [True, True, True]
+    assert step(INF, second_trains=False) == [False, False, False]
     counts = amp.scaler.step_counts(optimizers[1])
     assert (counts.taken, counts.skipped) == (1, 0)
 
@@ -169,8 +197,8 @@ def test_a_disabled_scalers_clips_keep_no_copies():
 
 
 @on_devices(2)
-def test_one_rank_may_ask_for_the_counts_of_fused_steps():
-    """Rank 0 reads late what others read at their next message."""
+def test_one_rank_alone_may_read_the_counts_of_fused_steps():
+    """Rank 0 reads the collapse in the counts, and rank 1 at its next message."""
     weight = torch.ones(1, device="sim", requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     scaler = DistGradScaler("sim", max_consecutive_skips=2)
@@ -187,23 +215,28 @@ def test_one_rank_may_ask_for_the_counts_of_fused_steps():
 
 
 @on_devices(2)
-def test_replicas_that_part_after_a_norm_are_seen_by_the_next_one():
-    """From the second step on more takes part, which differs; a device says so at the next."""
+def test_replicas_that_diverge_after_a_norm_raise_at_the_next_norm():
+    """A second weight with different gradients joins in the second step.
+
+    The device reports the difference at the step after it.
+    """
     weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
-    optimizer, guard, raised = torch.optim.SGD(weights, lr=1.0, fused=True), StepGuard(), []
+    optimizer, guard = torch.optim.SGD(weights, lr=1.0, fused=True), StepGuard()
+    errors = []
     for step in range(4):
         weights[0].grad = torch.ones(1, device="sim")
-        weights[1].grad = torch.full((1,), 1.0 + dist.get_rank(), device="sim") if step else None
+        if step > 0:
+            weights[1].grad = torch.full((1,), 1.0 + dist.get_rank(), device="sim")
         error = error_of(guard.step, optimizer, max_norm=1.0)
         guard.update()
-        raised.append(error[0] if error else "")
-    assert raised == ["", "", "ReplicaMismatchError", "ReplicaMismatchError"]
+        errors.append(error[0] if error else "")
+    assert errors == ["", "", "ReplicaMismatchError", "ReplicaMismatchError"]
 
 
 @on_devices(2)
 @pytest.mark.parametrize("by", ["method", "function"])
 def test_a_clip_on_one_rank_beside_a_fused_step_raises_on_every_rank(by):
-    """After clips that found replicas alike; the rank that stepped raises at its next call."""
+    """Replicas are equal before. The rank that stepped raises at its next call."""
     weight = torch.ones(1, device="sim", requires_grad=True)
     optimizer, guard = torch.optim.SGD([weight], lr=1.0, fused=True), StepGuard()
     for _ in range(2):
@@ -233,29 +266,49 @@ def test_a_clip_on_one_rank_beside_a_fused_step_raises_on_every_rank(by):
 
 
 def level(name: str) -> Any:
-    """Six steps by `distamp.initialize`, of which one overflows: the weights, and who stepped."""
-    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(here())
-    model = DistributedDataParallel(distamp.cast_model(net, name))
+    """Train six steps at a level; return the weights, and whether each step was taken.
+
+    The third step overflows on rank 1 if the level scales its losses.
+    """
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    net = distamp.cast_model(net.to(here()), name)
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     amp, taken = distamp.initialize(model, optimizer, name), []
     for step in range(6):
         amp.zero_grad()
-        x = torch.linspace(-1, 1, 128).view(8, 16).add(step).to(here())
+        x = torch.linspace(-1, 1, 128).view(8, 16) + step
         with amp.autocast():
-            loss = amp.model(x).float().square().mean()
-        # Where no loss is scaled nothing is skipped.
-        bad = dist.get_rank() and step == 2 and LEVELS[name].loss_scale != 1.0
-        amp.backward(loss * (INF if bad else 1.0))
+            out = amp.model(x.to(here())).float()
+            loss = out.square().mean()
+        scales_losses = LEVELS[name].loss_scale != 1.0
+        overflows = dist.get_rank() and step == 2 and scales_losses
+        amp.backward(loss * (INF if overflows else 1.0))
         amp.clip_grad_norm_(1.0)
         taken.append(bool(amp.step()))
     return [p.detach().float().cpu() for p in model.parameters()], taken
 
 
-@pytest.mark.parametrize(("name", "schedule", "seed"), under_schedules((each,) for each in LEVELS))
+# Slow levels differ from these in dtypes alone, or import torchao.
+QUICK_LEVELS = ("fp16", "fp16-O2", "bf16-O2")
+
+
+def _levels_under_schedules() -> list[Any]:
+    """Return a quick case for every quick level; all other cases are slow."""
+    parameters = under_schedules((name,) for name in QUICK_LEVELS)
+    for name in LEVELS:
+        if name not in QUICK_LEVELS:
+            for schedule in SCHEDULES:
+                parameters.append(pytest.param(name, *schedule, marks=pytest.mark.slow))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "schedule", "seed"), _levels_under_schedules())
 def test_a_level_trains_as_on_the_cpu(sim2, ranks2, name, schedule, seed):
-    found = sim2.run(level, name, schedule=schedule, seed=seed)
-    # The CPU has autocast lists of its own, which shows in half precision in the last place.
-    torch.testing.assert_close(found, ranks2.run(level, name), rtol=3e-2, atol=3e-3)
+    results = sim2.run(level, name, schedule=schedule, seed=seed)
+    expected = ranks2.run(level, name)
+    # The CPU has other autocast lists, so half-precision weights differ in the last place.
+    torch.testing.assert_close(results, expected, rtol=3e-2, atol=3e-3)
 
 
 @on_devices(2)
@@ -263,24 +316,29 @@ def test_a_level_trains_as_on_the_cpu(sim2, ranks2, name, schedule, seed):
 def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
     """One step where parameters rest on the CPU and compute on the device."""
     net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(here())
-    over = mesh((2,), ("shard",))
-    model = fully_shard(net, mesh=over, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    policy = CPUOffloadPolicy(pin_memory=False)
+    model = fully_shard(net, mesh=mesh((2,), ("shard",)), offload_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"init_scale": 64.0} if level == "fp16" else {}
     amp = distamp.initialize(model, optimizer, level, **settings)
+    x = torch.full((2, 8), 2.0 + dist.get_rank(), device=here())
     with amp.autocast():
-        out = amp.model(torch.full((2, 8), 2.0 + dist.get_rank(), device=here()))
+        out = amp.model(x)
     amp.backward(out.float().square().mean())
-    assert (out.dtype, amp.clip_grad_norm_(1.0) > 0, bool(amp.step())) == (dtype, True, True)
+    assert out.dtype is dtype
+    assert amp.clip_grad_norm_(1.0) > 0
+    assert bool(amp.step())
 
 
 @pytest.mark.usefixtures("sim2")
 def test_a_group_of_the_device_alone():
-    """As after init_process_group("nccl"): no gloo, so what ranks compare goes by the device."""
+    """init_process_group("nccl") makes a group without gloo, which compares ranks by the device."""
     with contextlib.closing(SimPool(2, backend="sim:simccl")) as pool:
         first, second = pool.run(level, "fp16")
-        assert first[1] == second[1] == [True, True, False, True, True, True]
-        assert all(map(torch.equal, first[0], second[0]))
+    (first_weights, first_taken), (second_weights, second_taken) = first, second
+    assert first_taken == [True, True, False, True, True, True]
+    assert second_taken == first_taken
+    assert all(map(torch.equal, first_weights, second_weights))
 
 
 @on_devices(2)
@@ -288,14 +346,16 @@ def test_a_group_of_the_device_alone():
 def test_each_bad_rank_logs_its_own_skip(fused):
     weight = torch.ones(2, device="sim", requires_grad=True)
     optimizer, guard = torch.optim.AdamW([weight], fused=fused), StepGuard()
-    with logged("distamp.guard") as told:
+    with logged("distamp.guard") as lines:
         for value in (1.0, NAN if dist.get_rank() else 1.0, 1.0):
             weight.grad = torch.full_like(weight, value)
             guard.step(optimizer)
             guard.update()
         guard.step_counts(optimizer)
-    assert len(told) == dist.get_rank()
-    assert all("step 2 of AdamW" in line and "on rank 1" in line for line in told)
+    assert len(lines) == dist.get_rank()
+    for line in lines:
+        assert "step 2 of AdamW" in line
+        assert "on rank 1" in line
 
 
 @on_devices(2)

@@ -1,8 +1,8 @@
-"""Let every process below be one in which "cuda" is the simulated accelerator.
+"""Make "cuda" the simulated accelerator in every process that imports this module.
 
     PYTHONPATH=tests/simulated/as_cuda:. benchmarks/gpu.sh FOLDER
 
-shows that no name in what is run on a GPU is wrong; its figures mean nothing.
+shows that every name in the code for a GPU exists. Its figures mean nothing.
 """
 
 from tests.simulated import build, cuda
