@@ -1,4 +1,4 @@
-"""What the tests of trainers share: a small model and data, and an inf planted on one rank."""
+"""A small model, its data, and an inf planted on one rank, for the tests of trainers."""
 
 import importlib
 import importlib.util
@@ -38,7 +38,7 @@ __all__ = [
 
 # A run's steps, counted from 0; in one rank 1 alone overflows.
 STEPS, FAULT = 6, 2
-# Workers of pytest, each of which imports some of the trainers.
+# The worker of pytest that imports a trainer, by trainer.
 GROUPS = {
     **dict.fromkeys(("lightning", "fabric"), "lightning"),
     **dict.fromkeys(("accelerate", "transformers", "trl"), "hugging_face"),
@@ -62,7 +62,7 @@ def train(name: str, **options: Any) -> Any:
 
 
 def quiet() -> None:
-    """Let a trainer warn as it likes: its warnings are not what is tested."""
+    """Ignore the warnings of a trainer, because no test is about them."""
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "accelerate", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -74,7 +74,7 @@ def quiet() -> None:
 
 
 def fresh_accelerate() -> None:
-    """Let Accelerate begin anew."""
+    """Reset the state that Accelerate shares in a process."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
@@ -117,13 +117,16 @@ def data(samples: int = 32) -> TensorDataset:
 
 
 def batches(samples: int = 32) -> list[tuple[Tensor, Tensor]]:
-    """The batches of two that are this rank's, of two ranks'."""
-    inputs, targets = (each[2 * rank() :].split(2)[::2] for each in data(samples).tensors)
-    return list(zip(inputs, targets, strict=True))
+    """Return the batches of this rank, which has every second batch."""
+    inputs, targets = data(samples).tensors
+    first = 2 * rank()
+    input_batches = inputs[first:].split(2)[::2]
+    target_batches = targets[first:].split(2)[::2]
+    return list(zip(input_batches, target_batches, strict=True))
 
 
 def adamw(net: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    """Of what is trained."""
+    """Return AdamW for the trainable parameters."""
     trained = [p for p in net.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=0.01, **settings)
 
@@ -143,7 +146,7 @@ def plant_inf(
 
 
 def faulty(net: nn.Module, at: int = FAULT, value: float = float("inf")) -> nn.Module:
-    """Let rank 1 alone overflow at the end of one backward pass, whoever runs the loop.
+    """Let rank 1 alone overflow at the end of one backward pass, in any training loop.
 
     The inf comes after wrappers have reduced the gradients, so it stays on its rank.
     """
@@ -164,14 +167,14 @@ def faulty(net: nn.Module, at: int = FAULT, value: float = float("inf")) -> nn.M
         if output.requires_grad:
             output.register_hook(backward_of)
 
-    first = next(each for each in net.modules() if list(each.parameters(recurse=False)))
+    first = next(module for module in net.modules() if list(module.parameters(recurse=False)))
     first.register_forward_hook(watch)
     return net
 
 
 def digest(net: nn.Module) -> float:
-    """One number for all trained weights, wherever ranks keep them."""
+    """Return one number for all trainable weights, which may be sharded over ranks."""
     with FullyShardedDataParallel.summon_full_params(net):
         trained = [p for p in net.parameters() if p.requires_grad]
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in trained]
-        return sum(p.detach().double().abs().sum().item() for p in whole)
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in trained]
+        return sum(p.detach().double().abs().sum().item() for p in full)

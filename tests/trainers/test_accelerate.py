@@ -1,4 +1,4 @@
-"""Accelerate and Hugging Face's Trainer with distamp: what is their own."""
+"""Accelerate and Hugging Face's Trainer with distamp: facts that other trainers do not have."""
 
 import pickle
 
@@ -65,7 +65,7 @@ def test_a_static_graph_accumulates_as_another_one_does():
     assert agreed(weights[0])
 
 
-# -- what is kept, and refused ---------------------------------------------------------------------
+# -- scalers that exist, and refusals -----------------------------------------------------------
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer made to run on a CPU, with data of its own."""
+"""torchtitan's Trainer, changed to run on a CPU with small data."""
 
 import sys
 import types
@@ -16,7 +16,7 @@ VOCABULARY = 256
 
 
 def on_cpu() -> None:
-    """Stand in for what torchtitan 0.3 has for accelerators alone, and let rank 1 overflow once."""
+    """Replace the accelerator of torchtitan 0.3 by the CPU, and let rank 1 overflow once."""
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.tools import utils
     from torchtitan.trainer import Trainer
@@ -42,7 +42,7 @@ def on_cpu() -> None:
     utils.get_local_device = lambda: torch.device("cpu")
     # FlexAttention has no backward pass on a CPU; the debug model's mask is the causal one.
     FlexAttention.forward = _causal
-    # Of a torch that is newer than what is tried here.
+    # torchtitan needs this function of a newer torch.
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda *_, **__: None
     # As the train_step of torchtitan's main does since PR 4226, between clip and step.
