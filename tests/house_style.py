@@ -1,7 +1,7 @@
 """Measure how a file reads: density, names, prose, docstring summaries, private names of torch.
 
-``python -m tests.house_style`` lowers the exceptions in ``tests/house_style.json`` to what the
-files measure now. It never raises one: a file that reads worse than before fails the test.
+``python -m tests.house_style`` lowers the exceptions in ``tests/house_style.json`` to the present
+values of the files. It never raises one: a file that reads worse than before fails the test.
 """
 
 import ast
@@ -43,7 +43,7 @@ class Style:
         density: Expression nodes for each statement.
         names: Vague names among all names that the file binds, in per cent.
         prose: Relative phrases in 1,000 words of docstrings and comments.
-        summaries: Docstrings whose first sentence is vague, in per cent.
+        summaries: Docstrings with a vague first sentence, in per cent.
         torch_private: Private names of torch that the file reads.
     """
 
@@ -76,17 +76,22 @@ def measure(source: str) -> Style:
     """Measure the source text of one file."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
-    statements = sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
-    expressions = sum(isinstance(node, ast.expr) for node in nodes)
+    statements = expressions = 0
+    for node in nodes:
+        if isinstance(node, ast.expr):
+            expressions += 1
+        elif isinstance(node, ast.stmt) and not _is_docstring(node):
+            statements += 1
 
     names = list(_bound_names(nodes))
     vague_names = sum(name.strip("_") in VAGUE_NAMES for name in names)
 
     docstrings = list(_docstrings(nodes))
-    texts = docstrings + list(_comments(source))
-    words = sum(len(text.split()) for text in texts)
-    phrases = sum(len(RELATIVE_PHRASE.findall(text)) for text in texts)
     vague_summaries = sum(map(_has_vague_summary, docstrings))
+    words = phrases = 0
+    for text in (*docstrings, *_comments(source)):
+        words += len(text.split())
+        phrases += len(RELATIVE_PHRASE.findall(text))
 
     return Style(
         density=_ratio(expressions, statements),
@@ -102,9 +107,10 @@ def _ratio(numerator: int, denominator: int) -> float:
 
 
 def _is_docstring(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+    if not isinstance(node, ast.Expr):
         return False
-    return isinstance(node.value.value, str)
+    constant = node.value
+    return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
 
 
 def _bound_names(nodes: list[ast.AST]) -> Iterator[str]:
@@ -129,15 +135,17 @@ def _docstrings(nodes: list[ast.AST]) -> Iterator[str]:
 
 def _comments(source: str) -> Iterator[str]:
     directives = ("#!", "# type:", "# noqa", "# ruff")
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    lines = io.StringIO(source)
+    for token in tokenize.generate_tokens(lines.readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(directives):
             yield token.string.lstrip("# ")
 
 
 def _has_vague_summary(docstring: str) -> bool:
     first_sentence = re.split(r"(?<=[.:])\s", docstring.strip(), maxsplit=1)[0]
-    opens_vaguely = VAGUE_OPENING.match(first_sentence) is not None
-    return opens_vaguely or RELATIVE_PHRASE.search(first_sentence) is not None
+    if VAGUE_OPENING.match(first_sentence):
+        return True
+    return RELATIVE_PHRASE.search(first_sentence) is not None
 
 
 def _private_names_of_torch(nodes: list[ast.AST]) -> Iterator[str]:
@@ -145,8 +153,8 @@ def _private_names_of_torch(nodes: list[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    modules[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                if alias.name.split(".")[0] == "torch" and alias.asname:
+                    modules[alias.asname] = alias.name
         elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch":
             for alias in node.names:
                 full_name = f"{node.module}.{alias.name}"
@@ -155,9 +163,9 @@ def _private_names_of_torch(nodes: list[ast.AST]) -> Iterator[str]:
                     yield full_name
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            first, _, rest = ast.unparse(node).partition(".")
-            if first in modules and re.fullmatch(r"[\w.]+", rest):
-                full_name = f"{modules[first]}.{rest}"
+            variable, _, attributes = ast.unparse(node).partition(".")
+            if variable in modules and re.fullmatch(r"[\w.]+", attributes):
+                full_name = f"{modules[variable]}.{attributes}"
                 if _is_private(full_name):
                     yield full_name
 
@@ -170,24 +178,27 @@ def _is_private(name: str) -> bool:
 
 def load_exceptions() -> dict[str, dict[str, float]]:
     """Return the measures above their goals that files are allowed to have, by file."""
-    exceptions: dict[str, dict[str, float]] = json.loads(EXCEPTIONS.read_text())["measures"]
+    text = EXCEPTIONS.read_text()
+    exceptions: dict[str, dict[str, float]] = json.loads(text)["measures"]
     return exceptions
 
 
 def load_private_names() -> dict[str, list[str]]:
     """Return the private names of torch that files may read, by file."""
-    private: dict[str, list[str]] = json.loads(EXCEPTIONS.read_text())["torch_private"]
-    return private
+    text = EXCEPTIONS.read_text()
+    names: dict[str, list[str]] = json.loads(text)["torch_private"]
+    return names
 
 
 def too_high(file: str, style: Style, exceptions: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return the measures of a file that lie above both its goal and its exception."""
     allowed = exceptions.get(file, {})
-    return {
-        name: value
-        for name, goal in goals_for(file).items()
-        if (value := getattr(style, name)) > max(goal, allowed.get(name, 0.0))
-    }
+    high = {}
+    for name, goal in goals_for(file).items():
+        value = getattr(style, name)
+        if value > max(goal, allowed.get(name, 0.0)):
+            high[name] = value
+    return high
 
 
 def write_exceptions(first_time: bool = False) -> None:
@@ -196,26 +207,25 @@ def write_exceptions(first_time: bool = False) -> None:
     Args:
         first_time: Write the values also where they are higher than before.
     """
-    old = {} if first_time else load_exceptions()
+    exceptions = {} if first_time else load_exceptions()
+    private_names = {} if first_time else load_private_names()
     measures: dict[str, dict[str, float]] = {}
-    private: dict[str, list[str]] = {}
+    torch_private: dict[str, list[str]] = {}
     for file in source_files():
         style = measure((ROOT / file).read_text())
+        allowed = exceptions.get(file, {})
         for name, goal in goals_for(file).items():
             value = getattr(style, name)
-            ceiling = value if first_time else old.get(file, {}).get(name, 0.0)
+            ceiling = value if first_time else allowed.get(name, 0.0)
             if value > goal and ceiling > goal:
                 measures.setdefault(file, {})[name] = min(value, ceiling)
-        if style.torch_private and file.split("/")[0] in LIBRARY:
-            private[file] = sorted(style.torch_private)
-    if not first_time:
-        known = load_private_names()
-        private = {
-            file: kept
-            for file, names in private.items()
-            if (kept := sorted(set(names) & set(known.get(file, []))))
-        }
-    text = json.dumps({"measures": measures, "torch_private": private}, indent=1)
+        names = style.torch_private
+        if not first_time:
+            names &= frozenset(private_names.get(file, []))
+        if names and file.split("/")[0] in LIBRARY:
+            torch_private[file] = sorted(names)
+    content = {"measures": measures, "torch_private": torch_private}
+    text = json.dumps(content, indent=1)
     EXCEPTIONS.write_text(text + "\n")
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import distamp
 from tests.house_style import (
     LIBRARY,
@@ -21,7 +23,7 @@ from tests.house_style import (
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "distamp"
 
-# Each room and the rooms it may import. Rooms beside each other never meet but below.
+# Each room and the rooms that it may import. Rooms of one floor do not import each other.
 FOUNDATION = {
     "callers",
     "error_text",
@@ -40,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "precision_level": {"error_text", "errors", "linear_recipe", "module_names"},
     "observers": set(),
     "callers": set(),
-    # Gradients, from parameters to local tensors: what a scaler and masters stand on.
+    # Gradients, from parameters to local tensors, which a scaler and masters use.
     "device_utils": set(),
     "process_group": {"errors", "device_utils"},
     "fsdp_unit": set(),
@@ -54,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "guard": {*FOUNDATION, *GRADIENTS, "process_group", "clip_grad"},
     "scaler": {*FOUNDATION, *GRADIENTS, "process_group", "clip_grad", "guard", "masters"},
     "comm_hooks": {*FOUNDATION, "device_utils", "fsdp_params", "fsdp_unit"},
-    # The documents' other spellings, thin modules over the rooms.
+    # Modules with the other spellings of names in the documents.
     "cuda": {"autocast", "scaler"},
     "cpu": {"autocast", "scaler"},
     "levels": {
@@ -70,7 +72,7 @@ ROOMS: dict[str, set[str]] = {
         "comm_hooks",
     },
     "installation": {"errors", "guard", "scaler", "cpu", "cuda"},
-    # What only those import who train with these packages.
+    # Only users of the trainers import these modules.
     "integrations": {*FOUNDATION, "optim_utils", "autocast", "guard", "scaler", "comm_hooks"},
     "": {
         *FOUNDATION,
@@ -90,9 +92,9 @@ ROOMS: dict[str, set[str]] = {
     "doctor": {""},
     "__main__": {*FOUNDATION, "autocast", "report", "scaler", "comm_hooks", "levels", "doctor"},
 }
-# Behind extras: imported where they are used, which a test of imports sees.
+# Packages of extras, which are imported in functions.
 OPTIONAL = {"matplotlib", "fairscale", "numpy", "torchao"}
-# What a module of `integrations` is for, and imports at once.
+# Packages that a module of `integrations` imports at its top.
 TRAINERS_OF = {"integrations": {"accelerate", "lightning", "transformers"}}
 
 
@@ -106,16 +108,26 @@ TREES = {_module_name(path): ast.parse(path.read_text()) for path in FILES}
 
 
 def _targets(node: ast.AST) -> list[str]:
-    """Full names of what an import may load."""
+    """Return the full names of the modules that an import may load."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
     assert node.level == 0, "imports name the package"
-    names = [f"{node.module}.{alias.name}" for alias in node.names]
-    return [
-        name if name in TREES or node.module == "distamp" else str(node.module) for name in names
-    ]
+    targets = []
+    for alias in node.names:
+        name = f"{node.module}.{alias.name}"
+        is_module = name in TREES or node.module == "distamp"
+        targets.append(name if is_module else str(node.module))
+    return targets
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """Return the full names of all modules that a module may load, at import time or later."""
+    imports: set[str] = set()
+    for node in ast.walk(tree):
+        imports.update(_targets(node))
+    return imports
 
 
 def _room(module: str) -> str:
@@ -124,73 +136,92 @@ def _room(module: str) -> str:
 
 
 def _wrong_imports(module: str, tree: ast.AST) -> list[str]:
-    """What this module imports and should not, one line each."""
+    """Return a line for each forbidden import of a module."""
     room = _room(module)
+    rooms = {room, *ROOMS[room]}
+    packages = {"torch", *sys.stdlib_module_names, *OPTIONAL, *TRAINERS_OF.get(room, set())}
     wrong = []
-    elsewhere = {"torch", *sys.stdlib_module_names, *OPTIONAL, *TRAINERS_OF.get(room, set())}
-    for name in (name for node in ast.walk(tree) for name in _targets(node)):
-        top, target = name.split(".")[0], _room(name)
-        target = target if target in ROOMS else ""  # a name of distamp/__init__.py
-        if top == "distamp" and target not in {room, *ROOMS[room]}:
+    for name in sorted(_imports(tree)):
+        package, target = name.split(".")[0], _room(name)
+        if target not in ROOMS:
+            target = ""  # A name of distamp/__init__.py.
+        if package != "distamp":
+            if package not in packages:
+                wrong.append(f"{module} imports {name}: the core needs torch alone")
+        elif target not in rooms:
             wrong.append(f"{module} imports {name}: it may import {sorted(ROOMS[room])}")
-        elif top not in {"distamp", *elsewhere}:
-            wrong.append(f"{module} imports {name}: the core needs torch alone")
     return wrong
 
 
+def test_each_module_is_in_a_room():
+    rooms = set(map(_room, TREES))
+    assert rooms <= set(ROOMS), "place the new room in ROOMS and in architecture.md"
+
+
 def test_imports_run_one_way():
-    assert set(map(_room, TREES)) <= set(ROOMS), (
-        "place the new room in ROOMS and in architecture.md"
-    )
-    assert [wrong for module in TREES.items() for wrong in _wrong_imports(*module)] == []
+    for module, tree in TREES.items():
+        assert _wrong_imports(module, tree) == []
 
 
-def test_all_is_exactly_what_is_visible_and_each_module_has_what_it_exports():
-    public = {name for name in dir(distamp) if not name.startswith("_")}
-    public = {name for name in public if not isinstance(getattr(distamp, name), ModuleType)}
-    assert list(distamp.__all__) == sorted(public | {"__version__"})
-    missing = []
-    for name in TREES:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if str(error.name).split(".")[0] not in OPTIONAL | TRAINERS_OF["integrations"]:
-                raise
-            continue
+def test_all_has_exactly_the_visible_names():
+    public = {"__version__"}
+    for name in dir(distamp):
+        if not name.startswith("_") and not isinstance(getattr(distamp, name), ModuleType):
+            public.add(name)
+    assert list(distamp.__all__) == sorted(public)
+
+
+def _import_if_installed(name: str) -> ModuleType | None:
+    """Import a module of the package; return None if a package of an extra is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = str(error.name).split(".")[0]
+        if package not in OPTIONAL | TRAINERS_OF["integrations"]:
+            raise
+        return None
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_module_has_the_names_that_it_exports(name):
+    module = _import_if_installed(name)
+    if module is not None:
         exported = getattr(module, "__all__", ["__all__"])
-        missing += [f"{name}.{each}" for each in exported if not hasattr(module, each)]
-    assert missing == []
+        assert [attribute for attribute in exported if not hasattr(module, attribute)] == []
 
 
 def _private_reads(tree: ast.AST) -> list[str]:
-    """``x._name`` where x is not self, cls, super() or a module."""
-    modules = {
-        (alias.asname or alias.name).split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    own = re.compile(rf"self|cls|super\(\)|({'|'.join(map(re.escape, modules))})(\.\w+)*")
-    return [
-        f"{ast.unparse(node)} in line {node.lineno}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr)
-        if not own.fullmatch(ast.unparse(node.value))
-    ]
+    """Return each ``x._name`` in a module, unless x is self, cls, super() or a module."""
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = alias.asname or alias.name
+                modules.add(re.escape(name.split(".")[0]))
+    allowed = re.compile(rf"self|cls|super\(\)|({'|'.join(modules)})(\.\w+)*")
+    reads = []
+    for node in ast.walk(tree):
+        is_private = isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr)
+        if is_private and not allowed.fullmatch(ast.unparse(node.value)):
+            reads.append(f"{ast.unparse(node)} in line {node.lineno}")
+    return reads
 
 
-def test_nobody_reads_private_attributes_of_anothers_objects():
-    assert {name: reads for name, tree in TREES.items() if (reads := _private_reads(tree))} == {}
+def test_no_module_reads_private_attributes_of_other_objects():
+    for name, tree in TREES.items():
+        assert _private_reads(tree) == [], name
 
 
 def test_no_modules_import_each_other():
-    """At import time, later, or for types alone."""
-    waiting = {}
+    """Imports in functions and imports for types count as well."""
+    waiting: dict[str, set[str]] = {}
     for name, tree in TREES.items():
-        targets = {each for node in ast.walk(tree) for each in _targets(node)}
-        # A package that is named in its own modules is there already.
-        waiting[name] = {each for each in targets if not f"{name}.".startswith(f"{each}.")}
-    while free := {name for name, imports in waiting.items() if not imports & set(waiting)}:
+        # A package is imported before its modules, so they may name it.
+        waiting[name] = {t for t in _imports(tree) if not f"{name}.".startswith(f"{t}.")}
+    while True:
+        free = [name for name, imports in waiting.items() if not imports & set(waiting)]
+        if not free:
+            break
         for name in free:
             del waiting[name]
     assert set(waiting) == set()
@@ -204,31 +235,28 @@ STYLES = {file: measure((ROOT / file).read_text()) for file in source_files()}
 def test_no_file_reads_worse_than_its_goal_or_its_exception():
     """Density, names, prose and summaries; exceptions are lowered by `tests.house_style`."""
     exceptions = load_exceptions()
-    worse = {
-        file: measures
-        for file, style in STYLES.items()
-        if (measures := too_high(file, style, exceptions))
-    }
+    worse = {}
+    for file, style in STYLES.items():
+        measures = too_high(file, style, exceptions)
+        if measures:
+            worse[file] = measures
     assert worse == {}
 
 
 def test_no_exception_is_left_for_a_file_that_meets_its_goal():
     """An exception that is not needed any more goes, so the list only shrinks."""
-    idle = []
+    advice = "run python -m tests.house_style"
     for file, measures in load_exceptions().items():
+        assert file in STYLES, advice
         for name in measures:
-            if file not in STYLES or getattr(STYLES[file], name) <= goals_for(file)[name]:
-                idle.append(f"{file}: {name}")
-    assert idle == [], "run python -m tests.house_style"
+            value = getattr(STYLES[file], name)
+            assert value > goals_for(file)[name], f"{file}: {name}, {advice}"
 
 
 def test_private_names_of_torch_are_read_only_where_they_are_listed():
-    """A private name may change with every release of torch, so each stands in few known files."""
+    """A private name may change with every release of torch, so few files may read one."""
     listed = load_private_names()
-    unlisted = {
-        file: sorted(names)
-        for file, style in STYLES.items()
-        if file.split("/")[0] in LIBRARY
-        if (names := style.torch_private - set(listed.get(file, [])))
-    }
-    assert unlisted == {}
+    for file, style in STYLES.items():
+        if file.split("/")[0] in LIBRARY:
+            unlisted = style.torch_private - set(listed.get(file, []))
+            assert unlisted == set(), file
