@@ -205,7 +205,8 @@ def train_with_zero_losses(counts: Sequence[int], overflow: int | None) -> Tenso
     return vector(model)
 
 
-OVERFLOWS = pytest.mark.parametrize("overflow", [None, 3], ids=["no overflow", "overflow"])
+NO_OVERFLOW = pytest.param(None, marks=pytest.mark.slow, id="no overflow")
+OVERFLOWS = pytest.mark.parametrize("overflow", [NO_OVERFLOW, 3])
 FORMATS = pytest.mark.parametrize(("format", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
 
 

@@ -267,13 +267,18 @@ def take_right_step(model: Any, layers: Any, guard: Any, optimizer: Any) -> None
     guard.update()
 
 
-def make_guard(kind: str) -> Any:
-    return DistGradScaler("cpu", init_scale=2.0**10) if kind == "scaler" else StepGuard()
+def check_layer_that_comes_back(layout: str, guard: Any, frozen: bool) -> None:
+    """Give layer ``a`` a spike in a skipped step, leave it out of two steps, and use it again."""
+    model, layers = distributed(layout)
+    guard.attach_comm_hook(comm_hooks.register_comm_hook(model, "int8"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    take_step_with_spike(model, guard, optimizer)
+    take_step_without_a(model, layers, guard, optimizer, frozen)
+    take_step_without_a(model, layers, guard, optimizer, frozen)
+    take_right_step(model, layers, guard, optimizer)
 
 
-@on_ranks("size")
-@pytest.mark.parametrize("kind", ["scaler", "guard"])
-@pytest.mark.parametrize(
+in_layouts = pytest.mark.parametrize(
     ("size", "layout", "frozen"),
     [
         pytest.param(2, "DDP", False, id="DDP, not used"),
@@ -283,18 +288,27 @@ def make_guard(kind: str) -> Any:
         pytest.param(4, "HSDP", True, id="HSDP, frozen"),
     ],
 )
-def test_a_layer_that_comes_back_after_a_skipped_spike_has_the_right_gradient(
-    size, layout, kind, frozen
+
+
+@on_ranks("size")
+@in_layouts
+def test_a_layer_that_comes_back_after_a_skipped_spike_has_the_right_gradient(size, layout, frozen):
+    scaler = DistGradScaler("cpu", init_scale=2.0**10)
+    check_layer_that_comes_back(layout, scaler, frozen)
+
+
+@on_ranks(2)
+def test_under_a_guard_a_layer_that_comes_back_has_the_right_gradient():
+    check_layer_that_comes_back("FSDP2", StepGuard(), frozen=False)
+
+
+@pytest.mark.slow
+@on_ranks("size")
+@in_layouts
+def test_under_a_guard_a_layer_that_comes_back_has_the_right_gradient_in_any_layout(
+    size, layout, frozen
 ):
-    """Layer ``a`` has a spike in a skipped step, is left out of two steps, and comes back."""
-    model, layers = distributed(layout)
-    guard = make_guard(kind)
-    guard.attach_comm_hook(comm_hooks.register_comm_hook(model, "int8"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    take_step_with_spike(model, guard, optimizer)
-    take_step_without_a(model, layers, guard, optimizer, frozen)
-    take_step_without_a(model, layers, guard, optimizer, frozen)
-    take_right_step(model, layers, guard, optimizer)
+    check_layer_that_comes_back(layout, StepGuard(), frozen)
 
 
 # DDP exchanges the sum of all micro-batches at once, so it is no such case.

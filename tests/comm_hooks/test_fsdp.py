@@ -372,7 +372,10 @@ def check_average_of_replicas(hook: Any, model: Any, bound: float) -> None:
     assert stats.exchanges + stats.fallbacks.total() == 3 * 3 + 3
 
 
-BOUNDS_OF_TWO_ROUNDINGS = [("fp16", 8e-4), ("int8", 4e-2)]
+BOUNDS_OF_TWO_ROUNDINGS = [
+    ("int8", 4e-2),
+    pytest.param("fp16", 8e-4, marks=pytest.mark.slow),
+]
 
 
 @on_ranks(4)
@@ -663,11 +666,12 @@ def check_memory(format: str, residuals: float, **options: Any) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [None, 2])
+@pytest.mark.parametrize("ranks_per_host", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_shards_are_reduced_in_a_quarter_of_their_gradients_memory(ranks_per_host):
     check_memory("fp16", residuals=0.0, ranks_per_host=ranks_per_host)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_residuals_take_the_memory_of_all_gradients_on_one_host():
     check_memory("int8", residuals=1.0, param_format="int8")

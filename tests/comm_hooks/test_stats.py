@@ -131,7 +131,7 @@ def check_no_growth(format, share, num_hosts, draws):
                 assert share(format, num_hosts, ranks_per_host, numels) <= 1.0, numels
 
 
-@pytest.mark.parametrize("num_hosts", [2, 16, 1024])
+@pytest.mark.parametrize("num_hosts", [2, 128])
 @by_share
 @by_format
 def test_a_format_never_sends_more_bytes_than_fp32(format, share, num_hosts):

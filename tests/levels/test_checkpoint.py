@@ -223,7 +223,9 @@ def test_a_model_with_another_shape_is_refused_before_a_value_changes(tmp_path):
 
 # -- layouts ---------------------------------------------------------------------------------------
 
-LAYOUTS = ("plain", "DDP", "FSDP2", "TP")
+LAYOUTS = ["FSDP2", "TP"]
+for slow_layout in ("plain", "DDP"):
+    LAYOUTS.append(pytest.param(slow_layout, marks=pytest.mark.slow))
 
 
 @on_ranks(2)
@@ -242,7 +244,12 @@ def test_a_run_of_ranks_continues_bit_identical(tmp_path, layout):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("saved_in", "loaded_in"),
-    [("DDP", "FSDP2"), ("FSDP2", "TP"), ("TP", "plain"), ("plain", "DDP")],
+    [
+        ("FSDP2", "TP"),
+        ("TP", "plain"),
+        pytest.param("DDP", "FSDP2", marks=pytest.mark.slow),
+        pytest.param("plain", "DDP", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_loads_in_another_layout(tmp_path, saved_in, loaded_in):
     amp = make("fp16-O2", saved_in, init_scale=1024.0)

@@ -325,7 +325,7 @@ def test_a_checkpoint_without_records_resumes_with_its_states(tmp_path, name, le
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["FSDP2", "TP"])
+@pytest.mark.parametrize("layout", ["FSDP2", pytest.param("TP", marks=pytest.mark.slow)])
 def test_ranks_resume_from_a_checkpoint_without_records(tmp_path, layout):
     amp = make(torchs("AdamW"), "bf16-O2", 0, layout)
     resumed = make(torchs("AdamW"), "bf16-O2", 1, layout)
@@ -488,12 +488,16 @@ def test_a_state_keeps_its_own_dtype(tmp_path, level):
     check_resume(tmp_path, OptimizerOfManyDtypes, level)
 
 
+SLOW_LAYOUTS = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("DDP", "TP")]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["DDP", "FSDP2", "TP"])
+@pytest.mark.parametrize("layout", ["FSDP2", *SLOW_LAYOUTS])
 def test_a_run_of_ranks_with_states_of_many_dtypes_resumes(tmp_path, layout):
     check_resume(tmp_path, OptimizerOfManyDtypes, "fp32", layout)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_run_of_fsdp2_with_adamw_resumes(tmp_path):
     check_resume(tmp_path, torchs("AdamW"), "fp32", "FSDP2")
@@ -556,6 +560,7 @@ def test_a_checkpoint_of_fsdp2_loads_in_hsdp(ranks, tmp_path):
     check_other_layout(ranks, tmp_path, torchs("AdamW", lr=0.25), "FSDP2", "HSDP")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_tp_loads_in_fsdp2_and_tp(ranks, tmp_path):
     check_other_layout(ranks, tmp_path, OptimizerOfManyDtypes, "TP", "FSDP2 x TP")
 

@@ -303,11 +303,13 @@ def check_pinned_block(layout: str, level: str) -> None:
     assert loss.item() == pytest.approx(exact, rel=3e-2)
 
 
-LEVELS = ["fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", "bf16-O3"]
+SLOW_LEVELS = []
+for level_name in ("fp16-O2", "fp16-O3", "bf16"):
+    SLOW_LEVELS.append(pytest.param(level_name, marks=pytest.mark.slow))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["fp16", "bf16-O2", "bf16-O3", *SLOW_LEVELS])
 @pytest.mark.parametrize("layout", ["plain", "DDP", "FSDP2"])
 def test_a_pinned_block_returns_the_models_dtype_beside_a_float32_timestep(layout, level):
     check_pinned_block(layout, level)
