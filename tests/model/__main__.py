@@ -1,45 +1,62 @@
 """``python -m tests.model``: every model and every planted fault, as a table.
 
 The names of models choose some of them; ``--large`` adds the runs of a million states and more.
-With ``--store`` it writes the walks that real ranks follow where there is no SPIN.
+With ``--store`` it writes the walks for real ranks, for machines without SPIN.
 """
 
 import json
 import sys
 
-from tests.model.check import MISSING, RUNS, check
-from tests.model.programs import DRAWN, STORED, version, walks
+from tests.model.check import MISSING, RUNS, Outcome, Run, check
+from tests.model.programs import STORED, WALK_KINDS, spin_version, walk_model
 
 
 def main() -> int:
-    """Print the table; fail if something does not hold, or a fault is not found."""
+    """Print the table; return the number of runs with another outcome than expected."""
     if MISSING:
         print(f"not found: {', '.join(MISSING)}")
         return 1
     if "--store" in sys.argv:
-        stored = {
-            f"{model} RANKS={size} {more}": walks(model, size, more) for model, size, more in DRAWN
-        }
-        STORED.write_text(json.dumps({"version": version(), **stored}, indent=1) + "\n")
+        store_walks()
         return 0
-    print(f"{version()}\n")
-    wrong = 0
+    print(f"{spin_version()}\n")
     print("| model | defines | result | states | depth | seconds |")
     print("|---|---|---|---|---|---|")
     models = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    num_wrong = 0
     for run in RUNS:
-        if (run.large and "--large" not in sys.argv) or (models and run.model not in models):
+        if run.is_large and "--large" not in sys.argv:
+            continue
+        if models and run.model not in models:
             continue
         outcome = check(run)
-        right = run.breaks in outcome.found if run.breaks else not outcome.found
-        wrong += not right
-        what = f"found: `{outcome.found.replace('|', chr(92) + '|')}`" if outcome.found else "holds"
-        print(
-            f"| {run.model} | {run.defines} | {what if right else '**WRONG**, ' + what} "
-            f"| {outcome.states:,} | {outcome.depth} | {outcome.seconds:.2f} |",
-            flush=True,
-        )
-    return wrong
+        is_right = run.violation in outcome.violation
+        is_right = is_right and bool(run.violation) == bool(outcome.violation)
+        num_wrong += not is_right
+        print(table_row(run, outcome, is_right), flush=True)
+    return num_wrong
+
+
+def table_row(run: Run, outcome: Outcome, is_right: bool) -> str:
+    """Return the row of a run in the table."""
+    result = "holds"
+    if outcome.violation:
+        violation = outcome.violation.replace("|", "\\|")
+        result = f"found: `{violation}`"
+    if not is_right:
+        result = f"**WRONG**, {result}"
+    return (
+        f"| {run.model} | {run.defines} | {result} | {outcome.states:,} | {outcome.depth} "
+        f"| {outcome.seconds:.2f} |"
+    )
+
+
+def store_walks() -> None:
+    """Write SPIN's walks through the models into walks.json."""
+    stored: dict[str, object] = {"version": spin_version()}
+    for kind in WALK_KINDS:
+        stored[kind.name] = walk_model(kind)
+    STORED.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":
