@@ -834,7 +834,8 @@ class StepGuardBase(Joinable):
         if exchange.ranks_differ is not None:
             # On a device the host goes on, so kernels skip where ranks differ.
             waiting = [state for state in states if state["stage"] is not OptState.STEPPED]
-            _add_found_inf(waiting, exchange.ranks_differ.float(), scale.device)
+            found_inf = exchange.ranks_differ.float()
+            _add_found_inf(waiting, found_inf, scale.device)
 
     def _local_norm(
         self,
@@ -1533,7 +1534,8 @@ class StepGuardBase(Joinable):
             is_valid = norm.isfinite()
             if exchange.ranks_differ is not None:
                 is_valid = is_valid.logical_or(exchange.ranks_differ)
-            _add_found_inf(states, is_valid.logical_not().float(), device)
+            nonfinite_norm = is_valid.logical_not().float()
+            _add_found_inf(states, nonfinite_norm, device)
         clip_grads_with_norm_(targets, norm, max_norm)
         return norm
 
@@ -2613,11 +2615,14 @@ def _reset_request(state: dict[str, Any]) -> None:
 
 def _any_request(first: bool | Tensor, second: bool | Tensor) -> bool | Tensor:
     """Return whether either request skips the step; 0-d bool if a device knows it."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.ne(0).logical_or(second.to(first.device).ne(0))
-    if isinstance(first, Tensor):
+    if not isinstance(first, Tensor):
+        return first or second
+    if not isinstance(second, Tensor):
         return second or first
-    return first or second
+    is_first = first.ne(0)
+    is_second = second.ne(0)
+    is_second = is_second.to(first.device)
+    return is_first.logical_or(is_second)
 
 
 def _add_found_inf(

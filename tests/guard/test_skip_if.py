@@ -231,7 +231,7 @@ def test_after_unscale_a_rank_without_the_argument_is_an_error_on_every_rank():
 @on_ranks(2)
 @pytest.mark.parametrize("step_all", [False, True], ids=["step", "step_all"])
 def test_a_rank_that_unscales_first_skips_by_the_request_of_another_rank(step_all):
-    """Its unscale_ sends the message that the other rank sends by step(skip_if=)."""
+    """The message of unscale_ is the message of step(skip_if=)."""
     model, optimizer = ddp()
     guard = StepGuard()
     backward(guard, model, optimizer)
@@ -299,7 +299,7 @@ def test_on_devices_no_rank_steps_if_the_request_of_one_rank_after_unscale_is_wr
 
     with pytest.raises(ConfigError):
         step_and_read_the_reply()
-    if dist.get_rank() == 1:  # It raised at once, and reads the reply with the others.
+    if dist.get_rank() == 1:  # It raised at once, and reads the reply now.
         with pytest.raises(ConfigError):
             guard.step_counts(optimizer)
     assert torch.equal(model.hidden.weight, weight_then)
