@@ -1,7 +1,12 @@
-"""Draw the figures of the concept pages: ``python docs/drawings.py`` writes them as SVG."""
+"""Draw the figures of the concept pages: ``python docs/drawings.py`` writes them as SVG.
+
+python docs/drawings.py              # every figure
+python docs/drawings.py dtypes       # the figures of these names
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,10 @@ import torch
 matplotlib.use("Agg")
 matplotlib.rcParams.update({"svg.hashsalt": "distamp", "font.size": 11})
 from matplotlib import pyplot  # noqa: E402
+from torch import nn  # noqa: E402
+
+import distamp  # noqa: E402
+from distamp.levels import LEVELS  # noqa: E402
 
 FOLDER = Path(__file__).with_name("images")
 BLUE, ORANGE, GREY, GREEN = "#dbeafe", "#ffedd5", "#f3f4f6", "#dcfce7"
@@ -190,6 +199,57 @@ def layouts() -> None:
     save(axes, "layouts")
 
 
+_DTYPE_COLOURS = {"fp32": GREY, "fp16": ORANGE, "bf16": BLUE, "fp8": GREEN}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def measure_dtypes(level: str) -> dict[str, str]:
+    """Train one step of a small model at a level, and return its dtypes by the part of the step."""
+    torch.manual_seed(0)
+    model = distamp.cast_model(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)), level)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+    amp = distamp.initialize(model, optimizer, level)
+    linear, norm = amp.model
+    outputs = []
+    linear.register_forward_hook(lambda module, args, output: outputs.append(output))
+    with amp.autocast():
+        loss = amp.model(torch.randn(32, 32)).float().square().mean()
+    amp.backward(loss)
+    gradient = linear.weight.grad
+    amp.step()
+    stepped = optimizer.param_groups[0]["params"][0]
+    compute = _DTYPE_NAMES[outputs[0].dtype]
+    if type(linear).__name__ == "Float8Linear":
+        compute = "fp8"  # its operands; the output has the dtype of the region
+    return {
+        "weights": _DTYPE_NAMES[linear.weight.dtype],
+        "batch norm": _DTYPE_NAMES[norm.weight.dtype],
+        "compute": compute,
+        "gradients": _DTYPE_NAMES[gradient.dtype],
+        "masters": _DTYPE_NAMES[stepped.dtype] if amp.masters else "none",
+        "optimizer state": _DTYPE_NAMES[optimizer.state[stepped]["exp_avg"].dtype],
+    }
+
+
+def dtypes() -> None:
+    """Draw the dtypes of one step at each level, as measured by that step."""
+    axes = canvas(9.4, 0.3 + 0.85 * (len(LEVELS) + 1) * 0.62)
+    for row, level in enumerate(LEVELS):
+        y = axes.get_ylim()[1] - 0.95 - 0.53 * row
+        axes.text(0.15, y, level, fontweight="bold", va="center")
+        for column, (part, dtype) in enumerate(measure_dtypes(level).items()):
+            x = 2.1 + 1.3 * column
+            if row == 0:
+                axes.text(x, y + 0.5, part, ha="center", va="center", fontsize=10)
+            colour = _DTYPE_COLOURS.get(dtype, "white")
+            cell = matplotlib.patches.Rectangle(
+                (x - 0.62, y - 0.24), 1.24, 0.48, fc=colour, ec="white"
+            )
+            axes.add_patch(cell)
+            axes.text(x, y, dtype, ha="center", va="center", fontsize=10.5)
+    save(axes, "dtypes")
+
+
 def read_table(page: str, heading: str, label: str) -> list[list[str]]:
     """Return the rows of the first table after a heading whose header begins with a label."""
     text = (FOLDER.parent / "results" / page).read_text()
@@ -246,5 +306,7 @@ def slow_link() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (one_step, ranks, loss_scale, wire, precision, layouts, overhead, slow_link):
-        draw()
+    drawings = (one_step, ranks, loss_scale, wire, precision, layouts, dtypes, overhead, slow_link)
+    for draw in drawings:
+        if draw.__name__ in sys.argv[1:] or len(sys.argv) == 1:
+            draw()
