@@ -18,9 +18,10 @@ _RESULTS = re.compile(r"\d+ (?:passed|failed|skipped|errors?)\b")
 
 def describe_build() -> str:
     """Return the build of torch, and the device that it ran on."""
-    toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    if not torch.version.cuda:
+        return "CPU"
     device = torch.accelerator.current_accelerator()
-    return toolkit if device else f"{toolkit}, on a CPU"
+    return f"CUDA {torch.version.cuda}" + ("" if device else ", on a CPU")
 
 
 def read_commit() -> str:
@@ -30,10 +31,13 @@ def read_commit() -> str:
 
 
 def run_tests(paths: list[str]) -> str:
-    """Run tests and return the counts of their summary."""
+    """Run tests and return the counts of their summary; print the tests that failed to stderr."""
     command = [sys.executable, "-m", "pytest", "-q", *paths]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    summary = run.stdout.rstrip().splitlines()[-1]
+    lines = run.stdout.rstrip().splitlines() or [""]
+    failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    print(*failures, sep="\n", file=sys.stderr)
+    summary = lines[-1]
     return ", ".join(_RESULTS.findall(summary)) or f"no summary, exit code {run.returncode}"
 
 
