@@ -1,4 +1,4 @@
-"""The fp32-master loop that everybody writes by hand, and half-precision models to train by it."""
+"""A training loop with float32 copies by hand, and half-precision models for it."""
 
 from __future__ import annotations
 
@@ -35,50 +35,54 @@ F16, BF16 = torch.float16, torch.bfloat16
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return the shard of this rank, or the whole of a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def half_away(value: Tensor) -> Tensor:
-    """The bfloat16 nearest to each value, of two as near the larger in magnitude: in float64."""
+    """Round to the nearest bfloat16, and ties away from zero; in float64."""
     exact = value.double().abs()
-    _, exponent = torch.frexp(exact)  # bfloat16 has 8 bits, or a multiple of 2^-133
+    _, exponent = torch.frexp(exact)
+    # A bfloat16 has 8 significant bits, and subnormal ones are multiples of 2^-133.
     unit = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=-125) - 8)
     rounded = torch.floor(exact / unit + 0.5) * unit
     return torch.copysign(rounded, value.double()).to(BF16)
 
 
 class ByHand:
-    """float32 copies of what a rank holds: gradients cast and unscaled by hand, values put back.
+    """float32 copies of the parameters or shards of a rank, which a loop by hand trains.
 
     Args:
-        parameters: The model's, of any dtype.
-        make: Makes the optimizer over the copies.
-        split: Whether values are rounded as those of split masters are.
+        parameters: The parameters of a model, of any dtype.
+        make_optimizer: Function that returns the optimizer over the copies.
+        split: Whether copies are rounded into parameters as split masters are.
     """
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        make: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+        make_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
         split: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.copies = [local(p.detach()).clone().float() for p in self.parameters]
-        self.optimizer = make(self.copies)
+        self.optimizer = make_optimizer(self.copies)
         self.rounded: Callable[[Tensor], Tensor] = half_away if split else torch.clone
 
     def unscale(self, scale: float) -> bool:
-        """Set the copies' gradients; returns whether all of them are finite."""
+        """Set the gradients of the copies, and return whether all of them are finite."""
         finite = True
         for parameter, copy in zip(self.parameters, self.copies, strict=True):
             copy.grad = None
-            if parameter.grad is not None:
-                wide = local(parameter.grad).float()
-                wide = wide.coalesce() if wide.is_sparse else wide
-                copy.grad = wide * (1.0 / scale)
-                values = copy.grad._values() if copy.grad.is_sparse else copy.grad
-                finite = finite and bool(values.isfinite().all())
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad).float()
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+            copy.grad = gradient * (1.0 / scale)
+            values = copy.grad._values() if copy.grad.is_sparse else copy.grad
+            if not values.isfinite().all():
+                finite = False
         return finite
 
     @torch.no_grad()
@@ -94,28 +98,41 @@ class ByHand:
 
 
 def half_mlp(seed: int = 0, dtype: torch.dtype = F16) -> nn.Module:
-    """A small model of this dtype, the same for the same seed."""
+    """Return a small model of this dtype with seeded weights."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)).to(dtype)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+    return model.to(dtype)
 
 
 def spread(model: Any, layout: str) -> Any:
-    """The model over two ranks, or four in layouts of two dimensions; ``""`` for none."""
-    if layout.startswith("bucket"):  # of DDP
-        return DistributedDataParallel(model, gradient_as_bucket_view=layout == "bucket views")
-    if "TP" in layout:
-        over = mesh((2, 2), ("shard", "tensor"))
-        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(model, over["tensor"], plan)
-        return model if layout == "TP" else fully_shard(model, mesh=over["shard"])
+    """Return the model in a layout over two ranks, or over four for a mesh of two dimensions.
+
+    The layout ``""`` returns the model unchanged, for one process.
+    """
+    if layout == "buckets":
+        return DistributedDataParallel(model)
+    if layout == "bucket views":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if layout == "FSDP2":
+        return fully_shard(model, mesh=mesh((2,), ("shard",)))
     if layout == "HSDP":
         return fully_shard(model, mesh=mesh((2, 2), ("copies", "shard")))
-    return fully_shard(model, mesh=mesh((2,), ("shard",))) if layout == "FSDP2" else model
+    if layout in ("TP", "FSDP2 x TP"):
+        grid = mesh((2, 2), ("shard", "tensor"))
+        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, grid["tensor"], plan)
+        if layout == "FSDP2 x TP":
+            fully_shard(model, mesh=grid["shard"])
+        return model
+    assert layout == ""
+    return model
 
 
 def one_master(*values: float, dtype: torch.dtype = F16, split: bool = False) -> Any:
-    """One parameter of low precision whose master an SGD steps by the gradient."""
-    parameter = leaf(*(values or (0.0,)), dtype=BF16 if split else dtype)
+    """Return a half-precision parameter, its SGD with a rate of 1, and the masters."""
+    if split:
+        dtype = BF16
+    parameter = leaf(*(values or (0.0,)), dtype=dtype)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     return parameter, optimizer, MasterParameters(optimizer, split=split)
 
@@ -128,46 +145,61 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, batch: int, factor: float = 1.0) -> Tensor:
-    """The loss of one seeded batch."""
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
+    """Return the loss of one seeded batch."""
+    generator = torch.Generator().manual_seed(batch)
+    inputs = torch.randn(4, 8, generator=generator)
     dtype = next(model.parameters()).dtype
-    return (model(x.to(dtype)).float() - 1.0).square().mean() * factor
+    outputs = model(inputs.to(dtype)).float()
+    return (outputs - 1.0).square().mean() * factor
 
 
 class Job:
-    """A model, an optimizer, masters and a scaler, made anew as after a restart."""
+    """A model, an optimizer, masters and a scaler, as in a process after its start."""
 
     def __init__(self, seed: int = 0, *, split: bool = False, layout: str = "") -> None:
         self.model = spread(half_mlp(seed, BF16 if split else F16), layout)
         self.optimizer = adamw(self.model.parameters())
         self.masters = MasterParameters(self.optimizer, split=split)
         self.scaler = master_scaler()
-        self.parts = {"model": self.model, "optimizer": self.optimizer, "masters": self.masters}
+        self.parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "masters": self.masters,
+        }
         self.rank = dist.get_rank() if layout else 0
 
     def train(self, *steps: int) -> Job:
+        """Train on the batches of these steps."""
         for step in steps:
             self.optimizer.zero_grad()
-            self.scaler.scale(loss_of(self.model, 10 * step + self.rank)).backward()
+            loss = loss_of(self.model, 10 * step + self.rank)
+            self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         return self
 
     def state(self) -> dict[str, Any]:
+        """Return the states of the model, the optimizer and the masters."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self, state: dict[str, Any], order: Iterable[str]) -> Job:
+        """Load the states of the named parts in this order."""
         for name in order:
             self.parts[name].load_state_dict(state[name])
         return self
 
     def saved(self) -> dict[str, Any]:
+        """Return the states as a file gives them back."""
         return through_a_file(self.state())
 
     def values(self) -> list[Tensor]:
-        """Of the model, the masters and the optimizer's state, as they are from now on."""
-        masters = [*self.masters.state_dict()["masters"].values()]
-        state = self.optimizer.state_dict()["state"].values()
-        kept = [v for each in state for v in each.values() if isinstance(v, Tensor)]
-        return [local(v.detach()) for v in (*self.model.parameters(), *masters, *kept)]
+        """Return the weights, the masters and the state of the optimizer on this rank."""
+        values = [parameter.detach() for parameter in self.model.parameters()]
+        values.extend(self.masters.state_dict()["masters"].values())
+        optimizer_state = self.optimizer.state_dict()["state"]
+        for state in optimizer_state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    values.append(value)
+        return [local(value.detach()) for value in values]

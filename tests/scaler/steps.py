@@ -1,4 +1,4 @@
-"""Small training steps for the scaler's tests: a parameter whose gradient is what the test says."""
+"""Training steps of one parameter with a gradient that the test chooses."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ INF, NAN = float("inf"), float("nan")
 
 
 def leaf(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """A parameter of these values, one dimension."""
+    """Return a parameter of one dimension with these values."""
     return nn.Parameter(torch.tensor(values, dtype=dtype))
 
 
 def sgd(*values: float, lr: float = 1.0, **settings: Any) -> tuple[nn.Parameter, torch.optim.SGD]:
-    """One parameter and an SGD over it: with lr 1, a step subtracts the gradient."""
+    """Return a parameter and its SGD. With a rate of 1 a step subtracts the gradient."""
     parameter = leaf(*(values or (1.0,)))
     return parameter, torch.optim.SGD([parameter], lr=lr, **settings)
 
@@ -36,25 +36,28 @@ def iteration(
     gradient: float | Sequence[float],
     *,
     unscale: bool = False,
-    **step: Any,
+    **step_arguments: Any,
 ) -> Any:
-    """One whole iteration with this gradient; returns what ``step`` returned, given the rest."""
+    """Run one iteration with this gradient, and return the result of ``scaler.step``.
+
+    Keyword arguments other than ``unscale`` are arguments of ``scaler.step``.
+    """
     optimizer.zero_grad()
     backward(scaler, parameter, gradient)
     if unscale:
         scaler.unscale_(optimizer)
-    result = scaler.step(optimizer, **step)
+    result = scaler.step(optimizer, **step_arguments)
     scaler.update()
     return result
 
 
 def cpu_scaler(init_scale: float = 1024.0, **settings: Any) -> DistGradScaler:
-    """The scaler under test."""
+    """Return our scaler for the CPU."""
     return DistGradScaler("cpu", init_scale=init_scale, **settings)
 
 
 def through_a_file(state: Any) -> Any:
-    """What is read back of a state without unpickling anything but tensors."""
+    """Save a state, and load it with ``weights_only=True``."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -62,20 +65,20 @@ def through_a_file(state: Any) -> Any:
 
 
 def torchs_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """A state without our key."""
+    """Return a state without our key."""
     return {key: value for key, value in state.items() if key != "distamp"}
 
 
 def torch_scaler(init_scale: float = 1024.0, **settings: Any) -> torch.amp.GradScaler:
-    """The reference, and the peer whose faults are shown beside ours."""
+    """Return torch's scaler for the CPU."""
     return torch.amp.GradScaler("cpu", init_scale=init_scale, **settings)
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str] | None:
-    """The name and the text of what ``function`` raised, to be sent to the test; None if nothing.
+    """Call a function, and return the name and the text of its error, or None.
 
-    Every error counts, that of a collective that nobody answered as well: a test that wants an
-    error says which.
+    Errors of any type count, also that of a collective on a rank that lost its peers, so a test
+    compares the name or the text.
     """
     try:
         function(*args, **kwargs)

@@ -1,289 +1,487 @@
-"""clip_grad_norm_: the norm of the whole model, of which every rank may hold a part."""
+"""clip_grad_norm_: the norm of the whole model, in any layout of parameters over ranks."""
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 
 from distamp import StepGuard, clip_grad_norm_
-from distamp.errors import CallOrderError, ConfigError, GradientError
+from distamp.errors import CallOrderError, ConfigError, GradientError, ReplicaMismatchError
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.ranks import mesh
 from tests.scaler.matrix.layouts import LAYOUTS
 from tests.scaler.matrix.reference import KINDS
-from tests.scaler.steps import INF, backward, cpu_scaler, leaf, sgd
+from tests.scaler.steps import INF, backward, cpu_scaler, sgd
 
-TYPES = (2.0, 1.0, math.inf, 3.0)
-IN_GROUPS = sorted(name for name, layout in LAYOUTS.items() if layout.group == "default")
+# -- layouts ---------------------------------------------------------------------------------------
+
+NORM_TYPES = (2.0, 1.0, math.inf, 3.0)
+LAYOUTS_IN_THE_DEFAULT_GROUP = sorted(
+    name for name, layout in LAYOUTS.items() if layout.group == "default"
+)
 
 
-def _norms(name: str) -> Any:
-    """Of each type the norm in this layout, and in float64 on the whole model.
+def measure_norms(name: str) -> dict[str, Any]:
+    """Return norms of one model in this layout.
 
-    Then what is left once clipped: by this scaler, a disabled one and the function.
+    ``exact`` and ``measured`` have the norm of each type, by float64 and by the scaler. ``clipped``
+    has the norms of the gradients after a clip to half of their norm, by every kind of clip.
     """
-    layout, kind = LAYOUTS[name](), KINDS["SGD for-loop"]
-    optimizer = layout.optimizer(kind, [p for part in layout.parts() for p in part])
+    layout = LAYOUTS[name]()
+    kind = KINDS["SGD for-loop"]
+    parameters = [parameter for part in layout.parts() for parameter in part]
+    optimizer = layout.optimizer(kind, parameters)
     layout.attach([optimizer])
     group = layout.process_group()
-    scaler, disabled = (cpu_scaler(enabled=on, process_group=group) for on in (True, False))
+    scaler = cpu_scaler(process_group=group)
+    disabled = cpu_scaler(enabled=False, process_group=group)
     layout.backward(scaler, 0, 1, [1.0])
+
     reference = layout.reference(kind, 1)
     reference.backward(0, 1)
-    gradients = [p.grad for p in reference.parameters.values() if p.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    expected = [torch.linalg.vector_norm(flat, norm_type).item() for norm_type in TYPES]
-    clip = functools.partial(scaler.clip_grad_norm_, optimizer, shard_group_fn=layout.sharded)
-    found = [clip(1e30, norm_type) for norm_type in TYPES]
-    clip(found[0] / 2)
-    by_function = functools.partial(clip_grad_norm_, process_group=group)
-    for by in (scaler.clip_grad_norm_, disabled.clip_grad_norm_, by_function):
-        found.append(by(optimizer, 1e30, shard_group_fn=layout.sharded))
-        expected.append(expected[0] / 2)
-    return [norm.item() for norm in found], expected
+    gradients = []
+    for parameter in reference.parameters.values():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad.flatten())
+    gradient = torch.cat(gradients)
+
+    exact = []
+    measured = []
+    for norm_type in NORM_TYPES:
+        exact.append(torch.linalg.vector_norm(gradient, norm_type).item())
+        norm = scaler.clip_grad_norm_(optimizer, 1e30, norm_type, shard_group_fn=layout.sharded)
+        measured.append(norm.item())
+
+    scaler.clip_grad_norm_(optimizer, measured[0] / 2, shard_group_fn=layout.sharded)
+    function = partial(clip_grad_norm_, process_group=group)
+    clipped = []
+    for clip in (scaler.clip_grad_norm_, disabled.clip_grad_norm_, function):
+        norm = clip(optimizer, 1e30, shard_group_fn=layout.sharded)
+        clipped.append(norm.item())
+    return {"exact": exact, "measured": measured, "clipped": clipped}
 
 
-@pytest.mark.parametrize("name", IN_GROUPS)
+@pytest.mark.parametrize("name", LAYOUTS_IN_THE_DEFAULT_GROUP)
 def test_the_norm_is_that_of_the_whole_model(ranks4, name):
-    results = ranks4.run(_norms, name)
-    for found, expected in results:
-        assert found == pytest.approx(expected, rel=1e-4)
-        assert found == results[0][0] or "two groups" in name, "the same on all ranks"
+    norms_of_ranks = ranks4.run(measure_norms, name)
+    for norms in norms_of_ranks:
+        exact = norms["exact"]
+        assert norms["measured"] == pytest.approx(exact, rel=1e-4)
+        half = exact[0] / 2
+        assert norms["clipped"] == pytest.approx([half, half, half], rel=1e-4)
+
+    if "two groups" not in name:
+        for norms in norms_of_ranks:
+            assert norms["measured"] == norms_of_ranks[0]["measured"], "the same on all ranks"
+            assert norms["clipped"] == norms_of_ranks[0]["clipped"]
 
 
-# -- one process, and a disabled scaler: as torch --------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
 
-GIVEN: dict[str, Callable[[nn.Module, Any], Any]] = {
-    "optimizer": lambda model, optimizer: optimizer,
-    "parameters": lambda model, optimizer: list(model.parameters()),
-    "generator": lambda model, optimizer: model.parameters(),
-    "tensor": lambda model, optimizer: next(model.parameters()),
-    "nothing": lambda model, optimizer: [],
-}
-NUMBERS = [
-    (0.0, 2.0),
-    (1e-3, 2.0),
-    (1e3, 2.0),
-    (1e-3, 1.0),
-    ("1e-3", "inf"),
-    (torch.tensor(0.1), 2),
-]
-
-
-def _clipped(by: str, given: str, *numbers: Any) -> list[Any]:
+def backward_pass(scaler: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Return a small model with gradients of a scaled loss, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer, scaler = (
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        cpu_scaler(enabled=by == "ours"),
-    )
-    loss = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
-    scaler.scale(loss).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.register_optimizers(optimizer)
-    if by == "ours" and given == "nothing":
-        scaler.unscale_(optimizer)  # which no clip of nothing does
-    if by == "torch":
-        given = "parameters" if given == "optimizer" else given
-    clips = {"torch": nn.utils.clip_grad_norm_, "function": clip_grad_norm_}
-    clip = clips.get(by, scaler.clip_grad_norm_)
-    norm = clip(GIVEN[given](model, optimizer), *numbers)
-    return [norm, *(p.grad for p in model.parameters())]
+    inputs = torch.linspace(-1, 1, 12).view(3, 4)
+    loss = model(inputs).square().sum()
+    scaler.scale(loss).backward()
+    return model, optimizer
 
 
-@pytest.mark.parametrize("by", ["ours", "disabled", "function"])
-@pytest.mark.parametrize("given", GIVEN)
-def test_in_one_process_it_clips_as_torch_does_and_reads_numbers_as_torch_does(given, by):
-    for numbers in NUMBERS:
-        ours = _clipped(by, given, *numbers)
-        torch.testing.assert_close(ours, _clipped("torch", given, *numbers))
+Selection = Callable[[nn.Sequential, torch.optim.Optimizer], Any]
+SELECTIONS: dict[str, Selection] = {
+    "optimizer": lambda model, optimizer: optimizer,
+    "list": lambda model, optimizer: list(model.parameters()),
+    "generator": lambda model, optimizer: model.parameters(),
+    "tensor": lambda model, optimizer: model[0].weight,
+    "nothing": lambda model, optimizer: [],
+}
+SELECTION = pytest.mark.parametrize("selection", SELECTIONS)
+NUMBERS = pytest.mark.parametrize(
+    ("max_norm", "norm_type"),
+    [
+        (0.0, 2.0),
+        (1e-3, 2.0),
+        (1e3, 2.0),
+        (1e-3, 1.0),
+        ("1e-3", "inf"),
+        (torch.tensor(0.1), 2),
+    ],
+    ids=["0", "below the norm", "above the norm", "type 1", "strings", "tensor"],
+)
 
 
-def test_what_cannot_be_clipped_is_named():
-    (parameter, optimizer), model = sgd(1.0, 2.0), nn.Sequential(nn.Linear(1, 1))
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_clipped_as_by_torch(
+    norm: Tensor, model: nn.Module, selection: str, max_norm: Any, norm_type: Any
+) -> None:
+    """Compare a norm, and the clipped gradients of a model, with torch's function."""
+    reference, optimizer = backward_pass(cpu_scaler(enabled=False))
+    selected = SELECTIONS[selection](reference, optimizer)
+    if selection == "optimizer":
+        selected = reference.parameters()
+    expected = nn.utils.clip_grad_norm_(selected, max_norm, norm_type)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(gradients(model), gradients(reference))
+
+
+@SELECTION
+@NUMBERS
+def test_in_one_process_a_scaler_unscales_and_clips_as_torch(selection, max_norm, norm_type):
+    scaler = cpu_scaler()
+    model, optimizer = backward_pass(scaler)
+    if selection == "nothing":
+        scaler.unscale_(optimizer)  # A clip of no parameters unscales none.
+    selected = SELECTIONS[selection](model, optimizer)
+    norm = scaler.clip_grad_norm_(selected, max_norm, norm_type)
+    assert_clipped_as_by_torch(norm, model, selection, max_norm, norm_type)
+
+
+@SELECTION
+@NUMBERS
+def test_in_one_process_a_disabled_scaler_clips_as_torch(selection, max_norm, norm_type):
+    scaler = cpu_scaler(enabled=False)
+    model, optimizer = backward_pass(scaler)
+    selected = SELECTIONS[selection](model, optimizer)
+    norm = scaler.clip_grad_norm_(selected, max_norm, norm_type)
+    assert_clipped_as_by_torch(norm, model, selection, max_norm, norm_type)
+
+
+@SELECTION
+@NUMBERS
+def test_in_one_process_the_function_clips_as_torch(selection, max_norm, norm_type):
+    model, optimizer = backward_pass(cpu_scaler(enabled=False))
+    selected = SELECTIONS[selection](model, optimizer)
+    norm = clip_grad_norm_(selected, max_norm, norm_type)
+    assert_clipped_as_by_torch(norm, model, selection, max_norm, norm_type)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def scaler_with_gradients() -> tuple[Any, torch.optim.Optimizer]:
+    """Return a scaler, and an optimizer with scaled gradients of 3 and 4."""
+    parameter, optimizer = sgd(1.0, 2.0)
     scaler = cpu_scaler()
     backward(scaler, parameter, [3.0, 4.0])
-    for bad in (-1.0, "much", None, math.nan):
-        for name, given in {"max_norm": (bad, 2.0), "norm_type": (1.0, bad)}.items():
-            with pytest.raises(ConfigError, match=f"{name} must be >=? 0, not"):
-                scaler.clip_grad_norm_(optimizer, *given)
-    with pytest.raises(ConfigError, match="norm_type must be > 0, not 0"):
-        scaler.clip_grad_norm_(optimizer, 1.0, 0.0)
-    for given in (model.named_parameters(), model.children()):
-        with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not (tuple|Linear)"):
-            scaler.clip_grad_norm_(given, 1.0)
+    return scaler, optimizer
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, "much", None, math.nan], ids=repr)
+def test_a_max_norm_that_is_no_norm_is_refused_by_name(max_norm):
+    scaler, optimizer = scaler_with_gradients()
+    with pytest.raises(ConfigError, match="max_norm must be >= 0, not"):
+        scaler.clip_grad_norm_(optimizer, max_norm, 2.0)
+
+
+@pytest.mark.parametrize("norm_type", [-1.0, "much", None, math.nan, 0.0], ids=repr)
+def test_a_norm_type_that_is_no_norm_is_refused_by_name(norm_type):
+    scaler, optimizer = scaler_with_gradients()
+    with pytest.raises(ConfigError, match="norm_type must be > 0, not"):
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
+
+
+def test_a_clip_of_named_parameters_is_refused_with_the_right_call():
+    scaler, _ = scaler_with_gradients()
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not tuple"):
+        scaler.clip_grad_norm_(model.named_parameters(), 1.0)
+
+
+def test_a_clip_of_modules_is_refused_with_the_right_call():
+    scaler, _ = scaler_with_gradients()
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"such as model\.parameters\(\), not Linear"):
+        scaler.clip_grad_norm_(model.children(), 1.0)
+
+
+def test_a_clip_of_parameters_of_an_unknown_optimizer_is_refused_with_the_right_call():
+    scaler, _ = scaler_with_gradients()
+    model = nn.Linear(1, 1)
     model(torch.ones(1)).backward()
     with pytest.raises(CallOrderError, match="Pass the optimizer to clip_grad_norm_"):
         scaler.clip_grad_norm_(model.parameters(), 1.0)
 
 
-# -- what counts as a part, and what as a copy -----------------------------------------------------
+# -- shards and replicas ---------------------------------------------------------------------------
 
 
-def _clip(*gradients: float, marks: tuple[str, ...] = (), **declared: Any) -> float | str:
-    """The norm of parameters with these gradients on this rank, of 1, 2, ... elements."""
-    parameters = [leaf(*[1.0] * (place + 1)) for place in range(len(gradients))]
+def parameters_with_gradients(*values: float) -> list[nn.Parameter]:
+    """Return parameters of 1, 2, ... elements with scaled gradients of these norms.
+
+    A parameter for which the value is 0 has no gradient.
+    """
+    parameters = []
+    for index, value in enumerate(values):
+        size = index + 1
+        parameter = nn.Parameter(torch.ones(size))
+        if value:
+            element = 4.0 * value / math.sqrt(size)
+            parameter.grad = torch.full((size,), element)
+        parameters.append(parameter)
+    return parameters
+
+
+def norm_of(parameters: Iterable[nn.Parameter], **declarations: Any) -> float:
+    """Return the norm of parameters with gradients at a loss scale of 4."""
     scaler = cpu_scaler(4.0)
     scaler.scale(torch.ones(()))
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient:  # else there is none
-            size = parameter.numel()
-            parameter.grad = torch.full((size,), 4.0 * gradient / math.sqrt(size))
-    for mark in marks:
-        setattr(parameters[0], mark, True)
-    try:
-        norm = scaler.clip_grad_norm_(torch.optim.SGD(parameters), 1e6, **declared).item()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return norm
+    optimizer = torch.optim.SGD(parameters)
+    return scaler.clip_grad_norm_(optimizer, 1e6, **declarations).item()
 
 
-PARTS: dict[str, Callable[[int], float | str]] = {
-    "replicas": lambda rank: _clip(3.0, 4.0),
-    "parts, not declared": lambda rank: _clip(3.0 + rank),
-    "a part by True": lambda rank: _clip(3.0 + rank, shard_group_fn=lambda _: True),
-    "a part over a group": lambda rank: _clip(
-        3.0 + rank, shard_group_fn=lambda _: dist.group.WORLD
-    ),
-    "a part over a mesh": lambda rank: _clip(
-        3.0 + rank, shard_group_fn=lambda _: mesh((2,), ("d",))
-    ),
-    "a replica whose last bits differ": lambda rank: _clip(
-        3.0 + 1e-4 * rank, 4.0, is_replicated_fn=lambda _: True
-    ),
-    "a replica beside a part": lambda rank: _clip(
-        3.0,
-        0.0 if rank else 4.0,
-        is_replicated_fn=lambda p: p.numel() == 1,
-        shard_group_fn=lambda p: p.numel() > 1,
-    ),
-    "tensor_model_parallel": lambda rank: _clip(3.0 + rank, marks=("tensor_model_parallel",)),
-    "shared": lambda rank: _clip(5.0, marks=("shared",) * rank, shard_group_fn=lambda _: True),
-    "not finite": lambda rank: _clip(INF if rank else 1.0, 1.0),
-}
+def replicas(rank: int) -> float:
+    return norm_of(parameters_with_gradients(3.0, 4.0))
+
+
+def a_part_by_true(rank: int) -> float:
+    return norm_of(parameters_with_gradients(3.0 + rank), shard_group_fn=lambda _: True)
+
+
+def a_part_over_a_group(rank: int) -> float:
+    group = dist.group.WORLD
+    return norm_of(parameters_with_gradients(3.0 + rank), shard_group_fn=lambda _: group)
+
+
+def a_part_over_a_mesh(rank: int) -> float:
+    device_mesh = mesh((2,), ("d",))
+    return norm_of(parameters_with_gradients(3.0 + rank), shard_group_fn=lambda _: device_mesh)
+
+
+def a_replica_whose_last_bits_differ(rank: int) -> float:
+    parameters = parameters_with_gradients(3.0 + 1e-4 * rank, 4.0)
+    return norm_of(parameters, is_replicated_fn=lambda _: True)
+
+
+def a_replica_beside_a_part(rank: int) -> float:
+    parameters = parameters_with_gradients(3.0, 4.0 if rank == 0 else 0.0)
+    return norm_of(
+        parameters,
+        is_replicated_fn=lambda parameter: parameter.numel() == 1,
+        shard_group_fn=lambda parameter: parameter.numel() > 1,
+    )
+
+
+def tensor_model_parallel(rank: int) -> float:
+    """Megatron sets this attribute on shards."""
+    parameters: Any = parameters_with_gradients(3.0 + rank)
+    parameters[0].tensor_model_parallel = True
+    return norm_of(parameters)
+
+
+def shared(rank: int) -> float:
+    """Megatron sets this attribute on a second copy, such as that of tied embeddings."""
+    parameters: Any = parameters_with_gradients(5.0)
+    if rank == 1:
+        parameters[0].shared = True
+    return norm_of(parameters, shard_group_fn=lambda _: True)
+
+
+PARTS = [
+    replicas,
+    a_part_by_true,
+    a_part_over_a_group,
+    a_part_over_a_mesh,
+    a_replica_whose_last_bits_differ,
+    a_replica_beside_a_part,
+    tensor_model_parallel,
+    shared,
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", PARTS)
-def test_each_parameter_is_counted_once(name):
-    found = PARTS[name](dist.get_rank())
-    if name == "parts, not declared":
-        assert "ReplicaMismatchError" in str(found)
-        assert "shard_group_fn=" in str(found)
-    else:
-        assert found == pytest.approx(math.inf if name == "not finite" else 5.0, rel=1e-4)
+@pytest.mark.parametrize("measure", PARTS, ids=lambda measure: measure.__name__)
+def test_each_parameter_is_counted_once(measure):
+    """Norms of 3 and 4 make 5, on one rank or on two."""
+    norm = measure(dist.get_rank())
+    assert norm == pytest.approx(5.0, rel=1e-4)
+
+
+@on_ranks(2)
+def test_the_norm_is_infinite_on_every_rank_if_one_rank_overflowed():
+    value = INF if dist.get_rank() == 1 else 1.0
+    assert norm_of(parameters_with_gradients(value, 1.0)) == math.inf
+
+
+@on_ranks(2)
+def test_parts_that_are_not_declared_are_refused_with_the_argument_that_declares_them():
+    parameters = parameters_with_gradients(3.0 + dist.get_rank())
+    with pytest.raises(ReplicaMismatchError, match="shard_group_fn="):
+        norm_of(parameters)
 
 
 @on_ranks(4)
 def test_a_replica_in_both_dimensions_of_a_mesh_counts_once():
-    grid, twice = mesh((2, 2), ("a", "b")), [Replicate(), Replicate()]
-    weight = nn.Parameter(DTensor.from_local(torch.zeros(3), grid, twice))
-    weight.grad = DTensor.from_local(torch.full((3,), 4.0), grid, twice)
+    grid = mesh((2, 2), ("a", "b"))
+    placements = [Replicate(), Replicate()]
+    values = torch.zeros(3)
+    weight = nn.Parameter(DTensor.from_local(values, grid, placements))
+    gradient = torch.full((3,), 4.0)
+    weight.grad = DTensor.from_local(gradient, grid, placements)
     scaler = cpu_scaler(4.0)
     scaler.scale(torch.ones(()))
-    norm = scaler.clip_grad_norm_(torch.optim.SGD([weight], lr=1.0), 1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
     assert norm.item() == pytest.approx(math.sqrt(3))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["replicas", "parts"])
-@pytest.mark.parametrize(("norm_type", "messages"), [(2.0, 1), (3.0, 1), (INF, 2)])
-def test_a_clip_of_replicas_that_were_found_alike_is_one_message(norm_type, messages, layout):
-    """The norm is in that message, except that a largest magnitude is no sum."""
-    share = 1.0 if layout == "replicas" else 1.0 + dist.get_rank()
-    whole = [3.0, 4.0] if layout == "replicas" else [3.0, 4.0, 6.0, 8.0]
-    declared: Any = {} if layout == "replicas" else {"shard_group_fn": lambda _: True}
+# -- messages --------------------------------------------------------------------------------------
+
+MESSAGES = pytest.mark.parametrize(("norm_type", "messages"), [(2.0, 1), (3.0, 1), (INF, 2)])
+
+
+def assert_messages_of_clips(
+    gradient: Tensor, whole: Tensor, norm_type: float, messages: int, **declarations: Any
+) -> None:
+    """Clip the gradient of this rank in three iterations, and check norm, result and messages.
+
+    The first clip also compares the replicas, so its messages are not counted.
+    """
     weight = torch.ones(2, requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), cpu_scaler(init_scale=4.0)
-    counts = []
-    for _ in range(3):
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = cpu_scaler(init_scale=4.0)
+    for iteration in range(3):
         scaler.scale(torch.ones(()))
-        weight.grad = torch.tensor([3.0, 4.0]) * share * 4.0
-        with count_collectives() as seen:
-            norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type, **declared)
-        counts.append(seen.count)
-        expected = torch.linalg.vector_norm(torch.tensor(whole), norm_type)
-        torch.testing.assert_close(norm, expected)
-        clipped = torch.tensor([3.0, 4.0]) * share / expected
+        weight.grad = gradient * 4.0
+        with count_collectives() as collectives:
+            norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type, **declarations)
+        if iteration > 0:
+            assert collectives.count == messages
+        expected_norm = torch.linalg.vector_norm(whole, norm_type)
+        torch.testing.assert_close(norm, expected_norm)
+        clipped = gradient / expected_norm
         torch.testing.assert_close(weight.grad, clipped, rtol=1e-5, atol=0.0)
         scaler.step(optimizer)
         scaler.update()
-    assert counts[1:] == [messages] * 2
+
+
+@on_ranks(2)
+@MESSAGES
+def test_a_clip_of_replicas_is_one_message_except_for_a_largest_magnitude(norm_type, messages):
+    """The message with the overflow flag also has the norm, which must be a sum."""
+    gradient = torch.tensor([3.0, 4.0])
+    assert_messages_of_clips(gradient, gradient, norm_type, messages)
+
+
+@on_ranks(2)
+@MESSAGES
+def test_a_clip_of_parts_is_one_message_except_for_a_largest_magnitude(norm_type, messages):
+    gradient = torch.tensor([3.0, 4.0]) * (1.0 + dist.get_rank())
+    whole = torch.tensor([3.0, 4.0, 6.0, 8.0])
+    assert_messages_of_clips(gradient, whole, norm_type, messages, shard_group_fn=lambda _: True)
+
+
+# -- overflows and several optimizers --------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_an_overflow_beside_the_clipped_parameters_skips_the_step_and_leaves_their_norm():
-    """Of one optimizer, of which rank 1 has inf in a parameter that is not clipped."""
-    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
-    optimizer, guard = torch.optim.SGD(weights, lr=1.0), StepGuard()
+    """Rank 1 has the inf, in a parameter of the same optimizer that is not clipped."""
+    clipped = torch.ones(1, requires_grad=True)
+    unclipped = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([clipped, unclipped], lr=1.0)
+    guard = StepGuard()
     guard.register_optimizers(optimizer)
-    for overflows in (False, True):
-        weights[0].grad = torch.tensor([4.0])
-        weights[1].grad = torch.tensor([INF if overflows and dist.get_rank() else 1.0])
-        norm = guard.clip_grad_norm_(weights[0], 1.0)
+    for overflow in (False, True):
+        clipped.grad = torch.tensor([4.0])
+        bad_rank = overflow and dist.get_rank() == 1
+        unclipped.grad = torch.tensor([INF if bad_rank else 1.0])
+        norm = guard.clip_grad_norm_(clipped, 1.0)
         assert norm.item() == 4.0
-        assert guard.found_inf(optimizer).item() == float(overflows)
+        assert guard.found_inf(optimizer).item() == float(overflow)
         guard.step(optimizer)
         guard.update()
-        assert guard.step_was_taken(optimizer) is not overflows
+        assert guard.step_was_taken(optimizer) is not overflow
 
 
 def test_gradients_that_are_unscaled_already_are_clipped_with_those_that_are_not():
-    (first, one), (second, other) = sgd(0.0, 0.0), sgd(0.0, 0.0)
+    first, first_optimizer = sgd(0.0, 0.0)
+    second, second_optimizer = sgd(0.0, 0.0)
     scaler = cpu_scaler(4.0)
-    scaler.register_optimizers(one, other)
-    scaler.scale(first.sum() + second.sum()).backward()
-    scaler.unscale_(one)
-    assert scaler.clip_grad_norm_([first, second], 1.0).item() == pytest.approx(2.0)
-    for optimizer in (one, other):
-        scaler.step(optimizer)
-    assert torch.cat([first, second]).tolist() == pytest.approx([-0.5] * 4, abs=1e-5)
+    scaler.register_optimizers(first_optimizer, second_optimizer)
+    loss = first.sum() + second.sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(first_optimizer)
+    norm = scaler.clip_grad_norm_([first, second], 1.0)
+    assert norm.item() == pytest.approx(2.0)
+    scaler.step(first_optimizer)
+    scaler.step(second_optimizer)
+    assert first.tolist() == pytest.approx([-0.5, -0.5], abs=1e-5)
+    assert second.tolist() == pytest.approx([-0.5, -0.5], abs=1e-5)
 
 
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_changes_nothing_and_once_agreed_on_compares_no_more():
-    """Of one rank the second replica overflows, and the third differs."""
-    scaler, (parameter, optimizer) = cpu_scaler(), sgd(1.0, 1.0)
-    for gradient in (3.0, INF, 4.0):
+    """The second gradient of rank 1 overflows, and the third differs from that of rank 0."""
+    parameter, optimizer = sgd(1.0, 1.0)
+    scaler = cpu_scaler()
+    for gradient_of_rank_1 in (3.0, INF, 4.0):
         optimizer.zero_grad()
-        backward(scaler, parameter, [0.25, gradient if dist.get_rank() else 3.0])
+        gradient = gradient_of_rank_1 if dist.get_rank() == 1 else 3.0
+        backward(scaler, parameter, [0.25, gradient])
         norm = scaler.clip_grad_norm_(optimizer, 1e6)
         scaler.step(optimizer)
-        assert (bool(norm.isfinite()), parameter.grad[0].item()) == (gradient != INF, 0.25)
+        assert bool(norm.isfinite()) is (gradient_of_rank_1 != INF)
+        assert parameter.grad[0].item() == 0.25
         scaler.update()
     assert scaler.step_counts(optimizer).skipped == 1
 
 
-@on_ranks(4)
-def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once():
-    """FSDP1's HYBRID_SHARD on two groups of two; the gradient of all 40 elements is 0.5."""
+# -- FSDP1 with HYBRID_SHARD -----------------------------------------------------------------------
+
+
+def hybrid_shard() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return a model of 40 weights on two groups of two ranks, its optimizer and the mesh."""
     grid = mesh((2, 2), ("replicate", "shard"))
+    layer = nn.Linear(8, 5, bias=False)
     model = FullyShardedDataParallel(
-        nn.Linear(8, 5, bias=False),
+        layer,
         device_mesh=grid,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_id=torch.device("cpu"),
     )
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), cpu_scaler()
-    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, grid
+
+
+def backward_of_halves(model: nn.Module, scaler: Any) -> None:
+    """Give all 40 weights a gradient of 0.5, which makes a norm of sqrt(10)."""
+    inputs = torch.full((1, 8), 0.5)
+    scaler.scale(model(inputs).sum()).backward()
+
+
+@on_ranks(4)
+def test_copies_of_shards_are_refused_until_they_are_declared_and_then_counted_once():
+    model, optimizer, grid = hybrid_shard()
+    scaler = cpu_scaler()
+    backward_of_halves(model, scaler)
     with pytest.raises(GradientError, match="shard_group_fn="):
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.update()
     optimizer.zero_grad()
-    scaler.scale(model(torch.full((1, 8), 0.5)).sum()).backward()
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, shard_group_fn=lambda p: grid["shard"])
+
+    backward_of_halves(model, scaler)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, shard_group_fn=lambda _: grid["shard"])
     assert norm.item() == pytest.approx(math.sqrt(10.0), rel=1e-6)
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    left = torch.cat([torch.zeros(1), *grads]).square().sum()
-    dist.all_reduce(left)
-    assert left.item() == pytest.approx(2.0, rel=1e-5), (
-        "each two ranks hold the model, clipped to 1"
-    )
+
+    squares = torch.zeros(1)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            squares += parameter.grad.square().sum()
+    dist.all_reduce(squares)
+    # Two groups of ranks have the whole model, clipped to 1.
+    assert squares.item() == pytest.approx(2.0, rel=1e-5)

@@ -1,6 +1,7 @@
-"""How the loss scale moves: Megatron's and DeepSpeed's rules; torch's is in `test_oracle`.
+"""Rules of the loss scale: Megatron's and DeepSpeed's hysteresis, and the bounds.
 
-That a scaler moves by its schedule, and skips what is forgiven, `test_state` has.
+`test_oracle` compares torch's rule with torch. `test_state` has the scalers that skip and update by
+a loss scale.
 """
 
 import copy
@@ -18,58 +19,83 @@ from distamp.scaler import (
     ScaleState,
 )
 
-few = settings(max_examples=40, deadline=None)
+few_examples = settings(max_examples=40, deadline=None)
 histories = st.lists(st.booleans(), min_size=1, max_size=60)
 counts = st.integers(1, 4)
 
 
-def scales(schedule: LossScale, overflows: list[bool], scale: float = 65536.0) -> list[float]:
-    """The scale after each iteration; no state is written to."""
-    state, seen = ScaleState.initial(scale, 0, schedule.initial_hysteresis, torch.device("cpu")), []
+def scales(loss_scale: LossScale, overflows: list[bool], scale: float = 65536.0) -> list[float]:
+    """Return the scale after each iteration, and check that no state is overwritten."""
+    cpu = torch.device("cpu")
+    state = ScaleState.initial(scale, 0, loss_scale.initial_hysteresis, cpu)
+    history = []
     for overflow in overflows:
-        before, kept = state, copy.deepcopy(state)
-        state = schedule.next_state(before, torch.tensor(float(overflow)))
-        assert before == kept
-        assert (state.scale.shape, state.scale.dtype) == ((), torch.float32)
-        seen.append(state.scale.item())
-    return seen
+        copied_state = copy.deepcopy(state)
+        next_state = loss_scale.next_state(state, torch.tensor(float(overflow)))
+        assert state == copied_state
+        state = next_state
+        assert state.scale.shape == ()
+        assert state.scale.dtype == torch.float32
+        history.append(state.scale.item())
+    return history
 
 
-def deepspeed(
+def scales_by_iteration_numbers(
     overflows: list[bool], interval: int, hysteresis: int, consecutive: bool
 ) -> Iterator[float]:
-    """DeepSpeed's rule: iterations are numbered, not counted. Not consecutive it is Megatron's."""
-    scale, last_overflow, credit = 1.0, -1, hysteresis
-    for now, overflow in enumerate(overflows):
-        grows = not overflow and (now - last_overflow) % interval == 0
+    """Yield the scales of DeepSpeed's rule, or of Megatron's if not `consecutive`.
+
+    DeepSpeed subtracts iteration numbers where `HysteresisLossScale` counts iterations.
+    """
+    scale = 1.0
+    last_overflow = -1
+    credit = hysteresis
+    for iteration, overflow in enumerate(overflows):
         if overflow:
-            scale, credit = (scale / 2, 1) if credit == 1 else (scale, credit - 1)
-            last_overflow = now
-        elif consecutive or grows:
-            credit = hysteresis
+            last_overflow = iteration
+            if credit == 1:
+                scale /= 2
+            else:
+                credit -= 1
+            yield scale
+            continue
+        grows = (iteration - last_overflow) % interval == 0
         if grows:
             scale *= 2
+        if grows or consecutive:
+            credit = hysteresis
         yield scale
 
 
 @given(histories, counts, counts, st.booleans())
-@few
+@few_examples
 def test_hysteresis_is_megatrons_and_deepspeeds_rule(overflows, interval, hysteresis, consecutive):
-    schedule = HysteresisLossScale(
+    loss_scale = HysteresisLossScale(
         growth_interval=interval,
         hysteresis=hysteresis,
         consecutive=consecutive,
         min_scale=2.0**-100,
     )
-    found = scales(schedule, overflows, 1.0)
-    assert found == list(deepspeed(overflows, interval, hysteresis, consecutive))
+    expected = scales_by_iteration_numbers(overflows, interval, hysteresis, consecutive)
+    assert scales(loss_scale, overflows, 1.0) == list(expected)
 
 
-def test_the_scale_never_leaves_its_bounds():
-    for kind in (DynamicLossScale, HysteresisLossScale):
-        schedule = kind(growth_interval=1)
-        assert min(scales(schedule, [True] * 100)) == 2.0**-24 < 1e-5, "where guards have fired"
-        assert max(scales(schedule, [False] * 300, 2.0**-13)) == 2.0**127
-    bounded = DynamicLossScale(3.0, 0.3, 1, min_scale=100.0, max_scale=1000.0)
-    found = scales(bounded, [False] * 3 + [True] * 3 + [False], 500.0)
-    assert found == pytest.approx([1000.0, 1000.0, 1000.0, 300.0, 100.0, 100.0, 300.0])
+@pytest.mark.parametrize("kind", [DynamicLossScale, HysteresisLossScale])
+def test_the_scale_never_shrinks_below_its_default_minimum(kind):
+    loss_scale = kind(growth_interval=1)
+    smallest = min(scales(loss_scale, [True] * 100))
+    assert smallest == 2.0**-24
+
+
+@pytest.mark.parametrize("kind", [DynamicLossScale, HysteresisLossScale])
+def test_the_scale_never_grows_beyond_float32(kind):
+    loss_scale = kind(growth_interval=1)
+    largest = max(scales(loss_scale, [False] * 300, 2.0**-13))
+    assert largest == 2.0**127
+
+
+def test_the_scale_stays_within_the_bounds_of_its_user():
+    loss_scale = DynamicLossScale(3.0, 0.3, 1, min_scale=100.0, max_scale=1000.0)
+    overflows = [False, False, False, True, True, True, False]
+    expected = [1000.0, 1000.0, 1000.0, 300.0, 100.0, 100.0, 300.0]
+    assert scales(loss_scale, overflows, 500.0) == pytest.approx(expected)
