@@ -1,7 +1,7 @@
-"""Calls that one rank makes alone, or makes wrongly: every rank raises, and no rank waits.
+"""Calls that only one rank makes, or makes wrongly: every rank raises, and no rank waits.
 
-Rank 1 is the odd one. Ranks that make the same calls with other arguments, optimizers or settings
-are in `test_lockstep`.
+Rank 1 is the odd one. `test_lockstep` has ranks that make the same calls with different arguments,
+optimizers or settings.
 """
 
 import re
@@ -43,7 +43,9 @@ class Training:
 
     def backward(self, factor: float = 1.0) -> None:
         self.optimizer.zero_grad()
-        self.guard.scale((self.model(torch.ones(2, 4)) * factor).sum()).backward()
+        outputs = self.model(torch.ones(2, 4))
+        loss = (outputs * factor).sum()
+        self.guard.scale(loss).backward()
 
     def iteration(self, **arguments: Any) -> None:
         self.backward()
@@ -51,48 +53,72 @@ class Training:
         self.guard.update()
 
     def weights(self) -> list[float]:
-        local = [to_local(parameter.detach()) for parameter in self.model.parameters()]
-        return torch.cat([tensor.flatten() for tensor in local]).tolist()
+        """Return all weights of this rank."""
+        weights = []
+        for parameter in self.model.parameters():
+            weights.extend(to_local(parameter.detach()).flatten().tolist())
+        return weights
 
 
 # -- other calls -----------------------------------------------------------------------------------
 
+
+def step(training: Training) -> None:
+    training.guard.step(training.optimizer)
+
+
+def step_by_norm_1(training: Training) -> None:
+    training.guard.step(training.optimizer, max_norm=1.0)
+
+
+def step_by_norm_2(training: Training) -> None:
+    training.guard.step(training.optimizer, max_norm=2.0)
+
+
+def step_all(training: Training) -> None:
+    training.guard.step_all([training.optimizer])
+
+
+def unscale(training: Training) -> None:
+    training.guard.unscale_(training.optimizer)
+
+
+def clip(training: Training) -> None:
+    training.guard.clip_grad_norm_(training.optimizer, 1.0)
+
+
+def report(training: Training) -> None:
+    training.guard.nonfinite_report()
+
+
+# The name of a call in the error of different calls.
 STEP = "step(), step_all() or unscale_()"
-# The line of each rank in the error, and the calls of rank 0 and rank 1 after a backward pass.
-PAIRS: dict[tuple[str, str], tuple[Callable[[Training], Any], Callable[[Training], Any]]] = {
-    ("no max_norm=", "max_norm=1.0"): (
-        lambda t: t.guard.step(t.optimizer),
-        lambda t: t.guard.step(t.optimizer, max_norm=1.0),
-    ),
-    ("max_norm=1.0", "max_norm=2.0"): (
-        lambda t: t.guard.step(t.optimizer, max_norm=1.0),
-        lambda t: t.guard.step(t.optimizer, max_norm=2.0),
-    ),
-    (STEP, "clip_grad_norm_()"): (
-        lambda t: t.guard.step(t.optimizer, max_norm=1.0),
-        lambda t: t.guard.clip_grad_norm_(t.optimizer, 1.0),
-    ),
-    (STEP, "nonfinite_report()"): (
-        lambda t: t.guard.step(t.optimizer),
-        lambda t: t.guard.nonfinite_report(),
-    ),
-}
+CLIP = "clip_grad_norm_()"
+REPORT = "nonfinite_report()"
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("by", GUARDS)
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("lines", PAIRS)
-def test_different_calls_raise_on_every_rank_with_both_names(lines, fused, by):
+@pytest.mark.parametrize(
+    ("calls", "names"),
+    [
+        ((step, step_by_norm_1), ("no max_norm=", "max_norm=1.0")),
+        ((step_by_norm_1, step_by_norm_2), ("max_norm=1.0", "max_norm=2.0")),
+        ((step_by_norm_1, clip), (STEP, CLIP)),
+        ((step, report), (STEP, REPORT)),
+    ],
+    ids=["norm and no norm", "two norms", "step and clip", "step and report"],
+)
+def test_different_calls_raise_on_every_rank_with_both_names(calls, names, fused, by):
     training = Training(by, fused=fused)
     before = training.weights()
     training.backward()
-    calls = PAIRS[lines]
-    name, text = error_of(calls[training.odd], training)
-    assert name == "RankMismatchError"
-    first, second = lines
-    assert f"\n  rank 0: {first}\n" in text
-    assert f"\n  rank 1: {second}\n" in text
+    call = calls[dist.get_rank()]
+    error_name, text = error_of(call, training)
+    assert error_name == "RankMismatchError"
+    assert f"\n  rank 0: {names[0]}\n" in text
+    assert f"\n  rank 1: {names[1]}\n" in text
     assert training.weights() == before
 
 
@@ -137,29 +163,24 @@ def test_a_local_report_sends_nothing():
         training.guard.nonfinite_report(local=True)
 
 
-# The call of rank 0, beside a clip without a guard on rank 1.
-BESIDE_A_CLIP: dict[str, Callable[[Training], Any]] = {
-    "step": lambda t: t.guard.step(t.optimizer),
-    "step by norm": lambda t: t.guard.step(t.optimizer, max_norm=1.0),
-    "clip_grad_norm_()": lambda t: t.guard.clip_grad_norm_(t.optimizer, 1.0),
-    "nonfinite_report()": lambda t: t.guard.nonfinite_report(),
-}
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("by", GUARDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("call", BESIDE_A_CLIP)
-def test_a_clip_without_a_guard_beside_another_call_raises_on_every_rank(call, layout, by):
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [(step, STEP), (step_by_norm_1, STEP), (clip, CLIP), (report, REPORT)],
+    ids=["step", "step by norm", "clip", "report"],
+)
+def test_a_clip_without_a_guard_beside_another_call_raises_on_every_rank(call, line, layout, by):
+    """Rank 0 makes the call, and rank 1 clips by the function."""
     training = Training(by, layout)
     before = training.weights()
     training.backward()
     if training.odd:
         name, text = error_of(clip_grad_norm_, training.optimizer, 1.0)
     else:
-        name, text = error_of(BESIDE_A_CLIP[call], training)
+        name, text = error_of(call, training)
     assert name == "RankMismatchError"
-    line = STEP if call.startswith("step") else call
     assert f"\n  rank 0: {line}\n  rank 1: distamp.clip_grad_norm_()\n" in text
     assert training.weights() == before
 
@@ -168,9 +189,11 @@ def test_a_clip_without_a_guard_beside_another_call_raises_on_every_rank(call, l
 def test_clips_without_a_guard_that_differ_raise_on_every_rank():
     training = Training()
     training.backward()
-    equal = [1, torch.tensor(1.0)][training.odd]
-    clip_grad_norm_(training.optimizer, equal)
-    name, text = error_of(clip_grad_norm_, training.optimizer, 1.0 + training.odd)
+    # Two forms of the same norm are equal.
+    same_norm = torch.tensor(1.0) if training.odd else 1
+    clip_grad_norm_(training.optimizer, same_norm)
+    other_norm = 2.0 if training.odd else 1.0
+    name, text = error_of(clip_grad_norm_, training.optimizer, other_norm)
     assert name == "RankMismatchError"
     assert "max_norm=2.0" in text
 
@@ -192,66 +215,71 @@ def test_a_clip_without_a_guard_sends_two_messages_and_counts_nothing(norm_type)
 # -- errors in the order of calls ------------------------------------------------------------------
 
 
-def _step(training: Training) -> None:
-    training.guard.step(training.optimizer)
+def unscale_without_an_optimizer(training: Training) -> None:
+    if training.odd:
+        training.guard.unscale_()
+    else:
+        unscale(training)
 
 
-def _unscale(training: Training) -> None:
-    training.guard.unscale_(training.optimizer)
+def step_with_a_closure(training: Training) -> None:
+    if training.odd:
+        training.guard.step(training.optimizer, lambda: 1.0, max_norm=1.0)
+    else:
+        step_by_norm_1(training)
 
 
-def _forgets_update(training: Training) -> None:
-    _step(training)
-    if not training.odd:
-        training.guard.update()
-    training.backward()
+def check_error_of_rank_1(training: Training, call: Callable[..., Any], words: str) -> None:
+    """Check that a call raises an error of rank 1 on both ranks, and changes no weight."""
+    weights = training.weights()
+    _, text = error_of(call, training)
+    assert words in text
+    is_from_another_rank = "(raised on rank 1; every rank stops here)" in text
+    assert is_from_another_rank is not training.odd
+    assert training.weights() == weights
 
 
-# Calls before, the call of both ranks, and the error of rank 1.
-WRONG: dict[str, tuple[Callable[[Training], Any], Callable[[Training], Any], str]] = {
-    "step after step": (_forgets_update, _step, "step() has already been called"),
-    "step_all after step": (
-        _forgets_update,
-        lambda t: t.guard.step_all([t.optimizer]),
-        "step() has already been called",
-    ),
-    "step by norm after step": (
-        _forgets_update,
-        lambda t: t.guard.step(t.optimizer, max_norm=1.0),
-        "step() has already been called",
-    ),
-    "unscale_ after step": (_forgets_update, _unscale, "unscale_() is being called after step()"),
-    "clip after step": (
-        _forgets_update,
-        lambda t: t.guard.clip_grad_norm_(t.optimizer, 1.0),
-        "unscale_() is being called after step()",
-    ),
-    "no optimizer": (
-        lambda t: None,
-        lambda t: t.guard.unscale_(*([] if t.odd else [t.optimizer])),
-        "at least one optimizer",
-    ),
-    "closure": (
-        lambda t: None,
-        lambda t: t.guard.step(t.optimizer, *([lambda: 1.0] if t.odd else []), max_norm=1.0),
-        "Closure use",
-    ),
-}
+STEPPED = "step() has already been called"
+UNSCALED_LATE = "unscale_() is being called after step()"
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("by", GUARDS)
-@pytest.mark.parametrize("wrong", WRONG)
-def test_an_error_in_the_order_of_calls_is_raised_on_every_rank(wrong, by):
-    before, call, words = WRONG[wrong]
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (step, STEPPED),
+        (step_all, STEPPED),
+        (step_by_norm_1, STEPPED),
+        (unscale, UNSCALED_LATE),
+        (clip, UNSCALED_LATE),
+    ],
+    ids=["step", "step_all", "step by norm", "unscale_", "clip"],
+)
+def test_an_update_left_out_on_one_rank_raises_on_every_rank(call, words, by):
     training = Training(by)
     training.backward()
-    before(training)
-    weights = training.weights()
-    _, text = error_of(call, training)
-    assert words in text
-    assert ("(raised on rank 1; every rank stops here)" in text) is not training.odd
-    assert training.weights() == weights
+    step(training)
+    if not training.odd:
+        training.guard.update()
+    training.backward()
+    check_error_of_rank_1(training, call, words)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", GUARDS)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (unscale_without_an_optimizer, "at least one optimizer"),
+        (step_with_a_closure, "Closure use"),
+    ],
+    ids=["no optimizer", "closure"],
+)
+def test_wrong_arguments_on_one_rank_raise_on_every_rank(call, words, by):
+    training = Training(by)
+    training.backward()
+    check_error_of_rank_1(training, call, words)
 
 
 @on_ranks(2)
@@ -318,12 +346,14 @@ def test_a_step_without_a_gradient_on_any_rank_raises_on_every_rank(max_norm, fu
 @pytest.mark.parametrize("by", GUARDS)
 @pytest.mark.parametrize("by_norm", [False, True])
 def test_a_rank_without_gradients_steps_beside_one_that_has_some(by_norm, by):
-    norm: Any = {"max_norm": 1.0, "shard_group_fn": lambda _: True} if by_norm else {}
     training = Training(by)
     training.backward()
     if training.odd:
         training.optimizer.zero_grad()
-    training.guard.step(training.optimizer, **norm)
+    if by_norm:
+        training.guard.step(training.optimizer, max_norm=1.0, shard_group_fn=lambda _: True)
+    else:
+        training.guard.step(training.optimizer)
     assert training.guard.step_was_taken(training.optimizer)
     assert training.guard.step_counts(training.optimizer).taken == 2
 
@@ -335,28 +365,29 @@ def test_a_rank_without_gradients_steps_beside_one_that_has_some(by_norm, by):
 def test_an_optimizer_that_is_idle_beside_others_is_not_stepped_and_not_counted(
     max_norm, fused, by
 ):
-    """A critic that trains every third iteration; in one of them on one rank alone."""
+    """A critic trains in iterations 3 and 6, and in iteration 6 it has gradients on rank 1 only."""
     training = Training(by, fused=fused)
     critic = nn.Linear(2, 1)
     before = critic.weight.tolist()
-    other = torch.optim.AdamW(critic.parameters(), lr=0.1, fused=fused)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=0.1, fused=fused)
     for number in range(1, 7):
         training.backward()
-        other.zero_grad()
+        critic_optimizer.zero_grad()
         trains = number % 3 == 0
         if trains and (number == 3 or training.odd):
-            training.guard.scale(critic(torch.ones(1, 2)).sum()).backward()
-        training.guard.step_all([training.optimizer, other], max_norm=max_norm)
+            loss = critic(torch.ones(1, 2)).sum()
+            training.guard.scale(loss).backward()
+        training.guard.step_all([training.optimizer, critic_optimizer], max_norm=max_norm)
         assert training.guard.step_was_taken(training.optimizer)
         assert training.guard.taken_flag(training.optimizer)
-        assert training.guard.taken_flag(other).item() is trains
-        assert training.guard.step_was_taken(other) is trains
-        assert training.guard.found_inf(other).item() == 0.0
+        assert training.guard.taken_flag(critic_optimizer).item() is trains
+        assert training.guard.step_was_taken(critic_optimizer) is trains
+        assert training.guard.found_inf(critic_optimizer).item() == 0.0
         training.guard.update()
         assert (critic.weight.tolist() == before) is (number < 3)
     assert training.guard.step_counts(training.optimizer).taken == 7
-    assert training.guard.step_counts(other).taken == 2
-    assert training.guard.step_counts(other).skipped == 0
+    assert training.guard.step_counts(critic_optimizer).taken == 2
+    assert training.guard.step_counts(critic_optimizer).skipped == 0
 
 
 @on_ranks(2)
@@ -369,9 +400,11 @@ def test_the_result_of_a_step_is_false_for_an_idle_optimizer(level):
     results = []
     for factor in (1.0, INF):
         amp.zero_grad()
-        amp.backward((amp.models[0](torch.ones(2, 4)) * factor).sum())
+        outputs = amp.models[0](torch.ones(2, 4))
+        amp.backward((outputs * factor).sum())
         result = amp.step()
-        results.append([bool(flag) for flag in (result, *result.optimizers)])
+        flags = [bool(flag) for flag in result.optimizers]
+        results.append([bool(result), *flags])
         assert not amp.scaler.step_was_taken(optimizers[1])
         assert amp.scaler.found_inf(optimizers[1]).item() == 0.0
     assert results == [[True, True, False], [False, False, False]]
@@ -382,9 +415,10 @@ def test_the_result_of_a_step_is_false_for_an_idle_optimizer(level):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_optimizers_that_are_all_idle_raise(max_norm):
     training = Training()
-    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    unused_parameter = nn.Parameter(torch.ones(1))
+    unused_optimizer = torch.optim.SGD([unused_parameter], lr=0.1)
     training.optimizer.zero_grad()
-    both = [training.optimizer, other]
+    both = [training.optimizer, unused_optimizer]
     with pytest.raises(CallOrderError, match=r"has a gradient of .*, nor of the 1 other optimizer"):
         training.guard.step_all(both, max_norm=max_norm)
     training.iteration()
@@ -396,7 +430,8 @@ def test_optimizers_that_are_all_idle_raise(max_norm):
 def test_a_step_without_gradients_that_sends_no_message_is_raised_with_the_next_one(by, all_ranks):
     """After ``unscale_`` every rank knows that an optimizer is idle, and its step sends nothing."""
     training = Training(by)
-    idle = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    idle_parameter = nn.Parameter(torch.ones(1))
+    idle = torch.optim.SGD([idle_parameter], lr=0.1)
     training.backward()
     training.guard.unscale_(training.optimizer, idle)
     training.guard.step(training.optimizer)
@@ -416,7 +451,7 @@ def test_a_step_without_gradients_that_sends_no_message_is_raised_with_the_next_
 # -- a step that raised ----------------------------------------------------------------------------
 
 
-def _fail_once(training: Training, error: BaseException) -> None:
+def fail_once(training: Training, error: BaseException) -> None:
     def fail(*_: Any) -> None:
         handle.remove()
         raise error
@@ -440,7 +475,7 @@ def test_a_step_that_raised_on_one_rank_is_raised_on_all_by_its_next_message(
     training = Training(by, fused=fused)
     training.backward()
     if training.odd:
-        _fail_once(training, failure)
+        fail_once(training, failure)
         with pytest.raises(type(failure)):
             training.guard.step(training.optimizer, max_norm=max_norm)
     else:
@@ -467,7 +502,7 @@ def test_a_step_that_raised_alike_on_all_ranks_is_refused_until_update(unscales,
     training.backward()
     if unscales:
         training.guard.unscale_(training.optimizer)
-    _fail_once(training, RuntimeError("wrong"))
+    fail_once(training, RuntimeError("wrong"))
     with pytest.raises(RuntimeError, match="wrong"):
         training.guard.step(training.optimizer)
     with pytest.raises(CallOrderError, match=REFUSED_UNTIL_UPDATE):
@@ -483,7 +518,7 @@ def test_a_step_that_raised_alike_on_all_ranks_is_refused_until_update(unscales,
 def test_a_rank_that_repeats_a_step_that_raised_makes_every_rank_raise(by):
     training = Training(by)
     training.backward()
-    _fail_once(training, RuntimeError("wrong"))
+    fail_once(training, RuntimeError("wrong"))
     with pytest.raises(RuntimeError, match="wrong"):
         training.guard.step(training.optimizer)
     if not training.odd:
