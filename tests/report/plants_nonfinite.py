@@ -1,9 +1,10 @@
 """Forty faults that make inf or NaN, of more than twenty kinds, in six models; for a score.
 
 Written from the documentation of the kinds of faults alone, before the tool that is scored had been
-seen. A plant says how it is made and what a right answer names: the operation (any of ``ops``, by
-aten's names without overloads), the module or its parameter (any of ``modules``; "" is outside of
-all), forward or backward, the ranks, and the micro-batch.
+seen; reworded since, with the same plants. A plant describes how it is made and names the right
+answer: the operation (any of ``ops``, by aten's names without overloads), the module or its
+parameter (any of ``modules``; "" is outside of all), forward or backward, the ranks, and the
+micro-batch.
 
 ``build(plant)`` makes the model and a step of two micro-batches on this rank of two.
 """
@@ -56,7 +57,7 @@ def conv() -> nn.Module:
     return nn.Sequential(OrderedDict(stem=stem, body=body, **ends))
 
 
-# By name, the class in transformers, its configuration, and which arguments take the inputs.
+# By name: the class in transformers, its configuration, and the arguments that take the inputs.
 MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -96,14 +97,16 @@ def _batches(name: str, rank: int, dtype: torch.dtype) -> list[tuple[Tensor, Ten
     if name in ("vit", "conv"):
         inputs = [torch.randn((4, 3, 8, 8), generator=draw).to(dtype) for _ in range(2)]
         return [(x, torch.randint(0, 4, (4,), generator=draw)) for x in inputs]
-    made = [torch.randint(2, 32, (2, 8), generator=draw) for _ in range(2)]
-    return [(x, x.clone()) for x in made]
+    tokens = [torch.randint(2, 32, (2, 8), generator=draw) for _ in range(2)]
+    return [(x, x.clone()) for x in tokens]
 
 
-# -- what goes wrong at a module's output ----------------------------------------------------------
+# -- faults at a module's output -------------------------------------------------------------------
 
 
 class _BadBackward(torch.autograd.Function):
+    """Copies its input, and divides the gradient by 0."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -114,6 +117,8 @@ class _BadBackward(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
+    """Adds up the inputs of all ranks, and passes the gradient through."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.clone()
@@ -125,33 +130,108 @@ class _SumOverRanks(torch.autograd.Function):
         return grad
 
 
+def _exp_of_100(y: Tensor) -> Tensor:
+    """Exp of 100 is beyond float32."""
+    hundred = y.float() * 0 + 100
+    return y + torch.exp(hundred).to(y.dtype)
+
+
+def _log_of_0(y: Tensor) -> Tensor:
+    """Log of a relu that has cut everything off is -inf."""
+    zeros = F.relu(y - 1e4)
+    return y + torch.log(zeros)
+
+
+def _unit_length_of_0(y: Tensor) -> Tensor:
+    """A row of zeros divided by its length is 0 / 0."""
+    row = y * 0
+    length = (y * 0).abs().amax(-1, keepdim=True)
+    return y + row / length
+
+
+def _deviation_of_0(y: Tensor) -> Tensor:
+    """The reciprocal root of a variance of 0, without an epsilon, is inf."""
+    variance = (y * 0).square().mean(-1, keepdim=True)
+    return y * variance.rsqrt()
+
+
 def _square_in_half(y: Tensor) -> Tensor:
+    """The square of 300 is beyond fp16."""
     z = y.to(HALF) * 0 + 300
     return y + (z * z).to(y.dtype)
 
 
+def _sum_in_half(y: Tensor) -> Tensor:
+    """The sum of 64 times 2,000 is beyond fp16."""
+    terms = torch.full((64,), 2000.0, dtype=HALF)
+    return y + terms.sum().to(y.dtype)
+
+
 def _row_all_masked(y: Tensor) -> Tensor:
-    scores = y.float().masked_fill(torch.ones_like(y, dtype=torch.bool), -INF)
+    """The softmax of a row of -inf is NaN."""
+    everywhere = torch.ones_like(y, dtype=torch.bool)
+    scores = y.float().masked_fill(everywhere, -INF)
     return y * scores.softmax(-1).to(y.dtype)
 
 
 def _masked_twice(y: Tensor) -> Tensor:
+    """A mask of the lowest finite number, added to itself, is -inf."""
     mask = torch.full_like(y, torch.finfo(y.dtype).min)
-    return y * (y * 0 + (mask + mask)).softmax(-1)
+    scores = y * 0 + (mask + mask)
+    return y * scores.softmax(-1)
 
 
-def _nobody_chosen(y: Tensor) -> Tensor:
+def _acos_of_1_5(y: Tensor) -> Tensor:
+    """Acos has no value above 1."""
+    return y + torch.acos(y * 0 + 1.5)
+
+
+def _layer_norm_without_eps(y: Tensor) -> Tensor:
+    """A layer norm of zeros divides 0 by 0 if its epsilon is 0."""
+    return y + F.layer_norm(y * 0, y.shape[-1:], eps=0.0)
+
+
+def _no_expert_chosen(y: Tensor) -> Tensor:
+    """The weights of a router that has chosen no expert add up to 0, and are divided by that."""
     weights = y.softmax(-1) * (y > 1e9)
     return y * (weights / weights.sum(-1, keepdim=True))
 
 
-def _feeds_a_sum(y: Tensor) -> Tensor:
-    grown = torch.exp(y.float().mean() * 0 + (100.0 if dist.get_rank() == 1 else 1.0))
-    return y + _SumOverRanks.apply(grown).to(y.dtype)
+def _sum_over_ranks_in_half(y: Tensor) -> Tensor:
+    """Two ranks send 60,000 each, and the sum is beyond fp16."""
+    terms = torch.full((4,), 60000.0, dtype=HALF)
+    return y + _SumOverRanks.apply(terms).sum().to(y.dtype)
+
+
+def _inf_of_rank_1_in_a_sum(y: Tensor) -> Tensor:
+    """Rank 1 makes an inf, which a sum over ranks brings to rank 0."""
+    exponent = 100.0 if dist.get_rank() == 1 else 1.0
+    term = torch.exp(y.float().mean() * 0 + exponent)
+    return y + _SumOverRanks.apply(term).to(y.dtype)
+
+
+def _root_of_0(y: Tensor) -> Tensor:
+    """The root of 0 is 0, and its derivative is inf."""
+    return y + (y * 0).abs().sqrt()
+
+
+def _power_of_0(y: Tensor) -> Tensor:
+    """The power 0.5 of 0 is 0, and its derivative is inf."""
+    return y + (y * 0).pow(0.5)
+
+
+def _log_hidden_by_where(y: Tensor) -> Tensor:
+    """The log of 0 is not chosen in the forward pass; backward multiplies its inf by 0."""
+    return y + torch.where(y > 1e9, torch.log(y * 0), y)
+
+
+def _acos_of_1(y: Tensor) -> Tensor:
+    """Acos of 1 is 0, and its derivative is inf."""
+    return y + torch.acos(y * 0 + 1.0)
 
 
 class Fault(NamedTuple):
-    """What is done to a module's output, and what is to be named: function, kernel, direction."""
+    """A change of a module's output, and the right answer: function, kernels and direction."""
 
     change: Callable[[Tensor], Tensor]
     function: str
@@ -166,51 +246,43 @@ NLL = ("nll_loss_forward", "nll_loss", "cross_entropy_loss", "nll_loss_nd")
 LAYER_NORM = ("native_layer_norm", "layer_norm")
 ALL_REDUCE = ("all_reduce", "allreduce_", "allreduce", "all_reduce_")
 ARC = ("rsqrt", "div", "reciprocal")
-# By the kind of fault; a kind with ' is one of backward.
+# By kind. A kind with ' is finite in the forward pass, and its backward pass is not.
 FAULTS: dict[str, Fault] = {
-    "exp": Fault(lambda y: y + torch.exp(y.float() * 0 + 100).to(y.dtype), "exp", ("exp",)),
-    "log": Fault(lambda y: y + torch.log(F.relu(y - 1e4)), "log", ("log",)),
-    "0 / 0": Fault(lambda y: y + y * 0 / (y * 0).abs().amax(-1, keepdim=True), "div", ("div",)),
-    "rsqrt": Fault(
-        lambda y: y * (y * 0).square().mean(-1, keepdim=True).rsqrt(), "rsqrt", ("rsqrt",)
-    ),
+    "exp": Fault(_exp_of_100, "exp", ("exp",)),
+    "log": Fault(_log_of_0, "log", ("log",)),
+    "0 / 0": Fault(_unit_length_of_0, "div", ("div",)),
+    "rsqrt": Fault(_deviation_of_0, "rsqrt", ("rsqrt",)),
     "fp16 product": Fault(_square_in_half, "mul", ("mul",)),
-    "fp16 sum": Fault(
-        lambda y: y + torch.full((64,), 2000.0, dtype=HALF).sum().to(y.dtype), "sum", ("sum",)
-    ),
+    "fp16 sum": Fault(_sum_in_half, "sum", ("sum",)),
     "softmax of -inf": Fault(_row_all_masked, "softmax", SOFTMAX),
     "finfo.min twice": Fault(_masked_twice, "add", ("add",)),
-    "domain": Fault(lambda y: y + torch.acos(y * 0 + 1.5), "acos", ("acos",)),
-    "eps 0": Fault(
-        lambda y: y + F.layer_norm(y * 0, y.shape[-1:], eps=0.0), "layer_norm", LAYER_NORM
-    ),
-    "router": Fault(_nobody_chosen, "div", ("div",)),
-    "collective": Fault(
-        lambda y: y + _SumOverRanks.apply(torch.full((4,), 60000.0, dtype=HALF)).sum().to(y.dtype),
-        "allreduce",
-        ALL_REDUCE,
-    ),
-    "fed collective": Fault(_feeds_a_sum, "exp", ("exp",)),
-    "sqrt'": Fault(lambda y: y + (y * 0).abs().sqrt(), "sqrt", ("div",), False),
-    "pow'": Fault(lambda y: y + (y * 0).pow(0.5), "pow", ("pow",), False),
-    "where'": Fault(
-        lambda y: y + torch.where(y > 1e9, torch.log(y * 0), y), "log", ("div",), False
-    ),
-    "custom'": Fault(_BadBackward.apply, "_BadBackward", ("div",), False),
-    "acos'": Fault(lambda y: y + torch.acos(y * 0 + 1.0), "acos", ARC, False),
+    "domain": Fault(_acos_of_1_5, "acos", ("acos",)),
+    "eps 0": Fault(_layer_norm_without_eps, "layer_norm", LAYER_NORM),
+    "router": Fault(_no_expert_chosen, "div", ("div",)),
+    "collective": Fault(_sum_over_ranks_in_half, "allreduce", ALL_REDUCE),
+    "fed collective": Fault(_inf_of_rank_1_in_a_sum, "exp", ("exp",)),
+    "sqrt'": Fault(_root_of_0, "sqrt", ("div",), forward=False),
+    "pow'": Fault(_power_of_0, "pow", ("pow",), forward=False),
+    "where'": Fault(_log_hidden_by_where, "log", ("div",), forward=False),
+    "custom'": Fault(_BadBackward.apply, "_BadBackward", ("div",), forward=False),
+    "acos'": Fault(_acos_of_1, "acos", ARC, forward=False),
 }
 
 
 class Faulty(nn.Module):
     """A module whose output goes through a function, on some ranks."""
 
-    def __init__(self, inner: nn.Module, function: Callable[[Tensor], Tensor], here: bool) -> None:
+    def __init__(
+        self, inner: nn.Module, function: Callable[[Tensor], Tensor], has_fault: bool
+    ) -> None:
         super().__init__()
-        self.inner, self.function, self.here = inner, function, here
+        self.inner = inner
+        self.function = function
+        self.has_fault = has_fault
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = self.inner(*args, **kwargs)
-        return self.function(out) if self.here else out
+        return self.function(out) if self.has_fault else out
 
 
 # -- plants ----------------------------------------------------------------------------------------
@@ -218,12 +290,12 @@ class Faulty(nn.Module):
 
 @dataclass(frozen=True)
 class Plant:
-    """One fault, and what a right answer names; of a kind of `FAULTS`, at the first module.
+    """One fault, and the right answer. A kind of `FAULTS` is planted at the first module.
 
     Args:
-        planted: On which ranks, where that is not ``ranks``.
-        change: What else is done to the model, on the ranks where it is planted.
-        inputs: What is done to the batch of ``micro_batch``.
+        planted: The ranks that have the fault, if they differ from ``ranks``.
+        change: A further change of the model, on the ranks that have the fault.
+        inputs: A change of the batch of ``micro_batch``.
     """
 
     name: str
@@ -247,13 +319,45 @@ class Plant:
             object.__setattr__(self, "forward", FAULTS[self.kind].forward)
 
 
-def _weights(path: str, write: Callable[[Tensor], Any]) -> Callable[[nn.Module], Any]:
-    return torch.no_grad()(lambda model: write(model.get_parameter(path)))
+@torch.no_grad()
+def _nan_in_a_weight(model: nn.Module) -> None:
+    """One element of a linear layer's weight is NaN."""
+    model.get_parameter(f"{GPT2_FC}.weight")[3, 4] = NAN
 
 
 @torch.no_grad()
-def _nothing_in(model: nn.Module) -> None:
-    """A head of large weights, and nothing that reaches it: forward 0, backward beyond 65504."""
+def _inf_in_the_last_norm(model: nn.Module) -> None:
+    """One element of a norm's weight is inf."""
+    model.get_parameter("model.norm.weight")[2] = INF
+
+
+@torch.no_grad()
+def _embedding_of_inf(model: nn.Module) -> None:
+    """All rows of an embedding are inf."""
+    model.get_parameter("model.embed_tokens.weight").fill_(INF)
+
+
+@torch.no_grad()
+def _embedding_of_nan(model: nn.Module) -> None:
+    """All rows of an embedding that tokens use are NaN."""
+    model.get_parameter(f"{GPT2_WTE}.weight")[2:] = NAN
+
+
+@torch.no_grad()
+def _large_head(model: nn.Module) -> None:
+    """The products of a head's weights are beyond fp16."""
+    model.get_parameter("lm_head.weight").fill_(3e4)
+
+
+@torch.no_grad()
+def _large_convolution(model: nn.Module) -> None:
+    """The products of a convolution's weights are beyond fp16."""
+    model.get_parameter("body.0.weight").fill_(3e4)
+
+
+@torch.no_grad()
+def _large_head_without_inputs(model: nn.Module) -> None:
+    """A head of large weights has inputs of 0: forward is 0, and backward is beyond fp16."""
     norm, head = model.get_submodule("transformer.ln_f"), model.get_submodule("lm_head")
     norm.weight.zero_()
     norm.bias.zero_()
@@ -261,11 +365,13 @@ def _nothing_in(model: nn.Module) -> None:
     head.weight = nn.Parameter(6e4 * signs)
 
 
-def _inf(batch: tuple[Tensor, Tensor]) -> None:
+def _inf_in_a_pixel(batch: tuple[Tensor, Tensor]) -> None:
+    """One pixel of the batch is inf."""
     batch[0].view(-1)[5] = INF
 
 
-def _ignored(batch: tuple[Tensor, Tensor]) -> None:
+def _all_labels_ignored(batch: tuple[Tensor, Tensor]) -> None:
+    """The loss is a mean over no label."""
     batch[1].fill_(-100)
 
 
@@ -307,7 +413,7 @@ PLANTS: tuple[Plant, ...] = (
         "gpt2",
         (GPT2_FC,),
         SECOND,
-        change=_weights(f"{GPT2_FC}.weight", lambda w: w[3, 4].fill_(NAN)),
+        change=_nan_in_a_weight,
         ops=LINEAR,
     ),
     Plant(
@@ -316,7 +422,7 @@ PLANTS: tuple[Plant, ...] = (
         "llama",
         ("model.norm",),
         wrapper="FSDP2",
-        change=_weights("model.norm.weight", lambda w: w[2].fill_(INF)),
+        change=_inf_in_the_last_norm,
         ops=("mul",),
     ),
     Plant(
@@ -325,7 +431,7 @@ PLANTS: tuple[Plant, ...] = (
         "llama",
         ("model.embed_tokens",),
         wrapper="FSDP2",
-        change=_weights("model.embed_tokens.weight", lambda w: w.fill_(INF)),
+        change=_embedding_of_inf,
         ops=("embedding",),
     ),
     Plant(
@@ -334,7 +440,7 @@ PLANTS: tuple[Plant, ...] = (
         "gpt2",
         (GPT2_WTE,),
         FIRST,
-        change=_weights(f"{GPT2_WTE}.weight", lambda w: w[2:].fill_(NAN)),
+        change=_embedding_of_nan,
         ops=("embedding",),
     ),
     Plant(
@@ -344,7 +450,7 @@ PLANTS: tuple[Plant, ...] = (
         (PIXELS, *OUTSIDE),
         SECOND,
         "DDP",
-        inputs=_inf,
+        inputs=_inf_in_a_pixel,
         micro_batch=1,
         ops=(*CONV, "input"),
     ),
@@ -354,7 +460,7 @@ PLANTS: tuple[Plant, ...] = (
         "conv",
         ("stem.0", *OUTSIDE),
         FIRST,
-        inputs=_inf,
+        inputs=_inf_in_a_pixel,
         ops=(*CONV, "input"),
     ),
     Plant(
@@ -364,7 +470,7 @@ PLANTS: tuple[Plant, ...] = (
         ("lm_head",),
         wrapper="DDP",
         precision="half",
-        change=_weights("lm_head.weight", lambda w: w.fill_(3e4)),
+        change=_large_head,
         ops=LINEAR,
     ),
     Plant(
@@ -373,7 +479,7 @@ PLANTS: tuple[Plant, ...] = (
         "conv",
         ("body.0",),
         precision="half",
-        change=_weights("body.0.weight", lambda w: w.fill_(3e4)),
+        change=_large_convolution,
         ops=CONV,
     ),
     Plant(
@@ -383,7 +489,7 @@ PLANTS: tuple[Plant, ...] = (
         OUTSIDE,
         SECOND,
         "DDP",
-        inputs=_ignored,
+        inputs=_all_labels_ignored,
         micro_batch=1,
         ops=NLL,
     ),
@@ -394,7 +500,7 @@ PLANTS: tuple[Plant, ...] = (
         OUTSIDE,
         FIRST,
         "FSDP2",
-        inputs=_ignored,
+        inputs=_all_labels_ignored,
         ops=NLL,
     ),
     Plant("root of 0", "sqrt'", "t5", T5_ACT, BOTH, "DDP"),
@@ -409,7 +515,7 @@ PLANTS: tuple[Plant, ...] = (
         "gpt2",
         ("lm_head",),
         precision="half",
-        change=_nothing_in,
+        change=_large_head_without_inputs,
         scale=64.0,
         ops=LINEAR,
         forward=False,
@@ -427,15 +533,14 @@ PLANTS: tuple[Plant, ...] = (
 )
 
 
-def _spoil(plant: Plant, model: nn.Module, here: bool) -> None:
-    """Put the fault into the model, as it is on this rank."""
+def _plant_fault(plant: Plant, model: nn.Module, has_fault: bool) -> None:
+    """Put the fault into the model of this rank."""
     if plant.kind in FAULTS:
         parent, _, name = plant.modules[0].rpartition(".")
         owner = model.get_submodule(parent)
-        owner.register_module(
-            name, Faulty(owner.get_submodule(name), FAULTS[plant.kind].change, here)
-        )
-    if here:
+        inner = owner.get_submodule(name)
+        owner.register_module(name, Faulty(inner, FAULTS[plant.kind].change, has_fault))
+    if has_fault:
         plant.change(model)
 
 
@@ -443,13 +548,13 @@ def build(plant: Plant) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Return the model as it trains on this rank, with its fault, and its step."""
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
-    here = rank in (plant.planted or plant.ranks)
+    has_fault = rank in (plant.planted or plant.ranks)
     torch.manual_seed(0)
     model = _model(plant.model).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    _spoil(plant, model, here)
+    _plant_fault(plant, model, has_fault)
     dtype = HALF if plant.precision == "half" else torch.float32
     model.to(dtype)
     if plant.wrapper == "FSDP2":
@@ -459,7 +564,7 @@ def build(plant: Plant) -> tuple[nn.Module, Callable[[], Tensor]]:
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if plant.wrapper == "DDP" else model
     batches = _batches(plant.model, rank, dtype)
-    if here:
+    if has_fault:
         plant.inputs(batches[plant.micro_batch])
 
     def step() -> Tensor:
