@@ -1,6 +1,7 @@
-"""The meter of two policies, beside sums written out in Python's float64."""
+"""logprob_mismatch: its numbers equal sums written out in Python's float64."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,115 +14,195 @@ from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.ranks import subgroup
 
+Differences = list[list[float]]
 
-def expected(rows: list[list[float]], low: float = 0.2, high: float = 0.2) -> dict[str, float]:
-    """Return the result of `logprob_mismatch` for differences, sampler minus trainer, by row."""
-    result = {}
-    units = {"token": [d for row in rows for d in row], "sequence": [sum(row) for row in rows]}
-    for unit, differences in units.items():
-        n, ratios = len(differences), [math.exp(-d) for d in differences]
-        result |= {
-            f"mismatch/{unit}s": n,
-            f"mismatch/{unit}_abs_mean": sum(map(abs, differences)) / n,
-            f"mismatch/{unit}_abs_max": max(map(abs, differences)),
-            f"mismatch/{unit}_k1": sum(differences) / n,
-            f"mismatch/{unit}_k3": sum(r - 1 - math.log(r) for r in ratios) / n,
-            f"mismatch/{unit}_ess": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
-            f"mismatch/{unit}_clipped": sum(not 1 - low <= r <= 1 + high for r in ratios) / n,
-        }
+
+class Batch(NamedTuple):
+    """Log probabilities by sampler and trainer, with a mask of the tokens that count."""
+
+    sampler: Tensor
+    trainer: Tensor
+    mask: Tensor
+
+
+def draw_batch(lengths: list[int], seed: int) -> Batch:
+    """Return random log probabilities of sequences with these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    sampler = -3 * torch.rand(shape, generator=generator)
+    noise = torch.randn(shape, generator=generator)
+    positions = torch.arange(shape[1])
+    ends = torch.tensor(lengths)[:, None]
+    return Batch(sampler, sampler + 0.3 * noise, positions < ends)
+
+
+def differences(batch: Batch) -> Differences:
+    """Return sampler minus trainer of the tokens that count, by sequence that has any."""
+    sequences = []
+    difference = batch.sampler.double() - batch.trainer.double()
+    for row, mask in zip(difference, batch.mask, strict=True):
+        if mask.any():
+            sequences.append(row[mask].tolist())
+    return sequences
+
+
+def summarize(values: list[float], low: float, high: float) -> dict[str, float]:
+    """Return the statistics of log ratios, which are negative ``values``."""
+    n = len(values)
+    magnitudes = [abs(value) for value in values]
+    ratios = [math.exp(-value) for value in values]
+    squares = [ratio**2 for ratio in ratios]
+    k3 = 0.0
+    clipped = 0
+    for ratio in ratios:
+        k3 += ratio - 1 - math.log(ratio)
+        if ratio < 1 - low or ratio > 1 + high:
+            clipped += 1
+    return {
+        "abs_mean": sum(magnitudes) / n,
+        "abs_max": max(magnitudes),
+        "k1": sum(values) / n,
+        "k3": k3 / n,
+        "ess": sum(ratios) ** 2 / (n * sum(squares)),
+        "clipped": clipped / n,
+    }
+
+
+def expected_mismatch(
+    sequences: Differences, low: float = 0.2, high: float = 0.2
+) -> dict[str, float]:
+    """Return the result of `logprob_mismatch` for these differences."""
+    tokens = []
+    totals = []
+    for sequence in sequences:
+        tokens += sequence
+        totals.append(sum(sequence))
+    result: dict[str, float] = {}
+    result["mismatch/tokens"] = len(tokens)
+    result["mismatch/sequences"] = len(totals)
+    for name, value in summarize(tokens, low, high).items():
+        result[f"mismatch/token_{name}"] = value
+    for name, value in summarize(totals, low, high).items():
+        result[f"mismatch/sequence_{name}"] = value
     return result
 
 
-def drawn(lengths: list[int], seed: int, spread: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities of both, and the mask, of sequences of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = len(lengths), max(lengths)
-    sampler = -torch.rand(shape, generator=generator) * 3
-    trainer = sampler + spread * torch.randn(shape, generator=generator)
-    return sampler, trainer, torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+@pytest.mark.parametrize(
+    ("clip_range", "low", "high"),
+    [(0.2, 0.2, 0.2), ((0.1, 0.28), 0.1, 0.28)],
+    ids=["one number for both sides", "two numbers"],
+)
+def test_the_numbers_are_the_sums_of_float64(clip_range, low, high):
+    batch = draw_batch([5, 1, 3, 0, 4], seed=0)
+    expected = expected_mismatch(differences(batch), low, high)
+    assert 0 < expected["mismatch/token_clipped"] < 1
+    mismatch = logprob_mismatch(*batch, clip_range=clip_range)
+    assert mismatch == pytest.approx(expected, rel=1e-12)
 
 
-def differences(sampler: Tensor, trainer: Tensor, mask: Tensor) -> list[list[float]]:
-    rows = zip(sampler.tolist(), trainer.tolist(), mask.tolist(), strict=True)
-    return [[s - t for s, t, kept in zip(*row, strict=True) if kept] for row in rows if any(row[2])]
+def test_values_outside_the_mask_do_not_count():
+    batch = draw_batch([4, 2], seed=2)
+    expected = logprob_mismatch(*batch)
+    padding = ~batch.mask
+    sampler = batch.sampler.masked_fill(padding, math.nan)
+    trainer = batch.trainer.masked_fill(padding, -math.inf)
+    assert logprob_mismatch(sampler, trainer, batch.mask) == expected
 
 
-@pytest.mark.parametrize("clip_range", [0.2, (0.1, 0.28)])
-def test_the_numbers_are_those_of_float64_by_hand(clip_range):
-    given = drawn([5, 1, 3, 0, 4], seed=0)
-    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
-    wanted = expected(differences(*given), low, high)
-    assert 0 < wanted["mismatch/token_clipped"] < 1
-    assert logprob_mismatch(*given, clip_range=clip_range) == pytest.approx(wanted, rel=1e-12)
+def test_a_mask_of_integers_and_log_probabilities_with_gradients_are_taken():
+    sampler, trainer, mask = draw_batch([4, 2], seed=2)
+    expected = logprob_mismatch(sampler, trainer, mask)
+    trainer.requires_grad_()
+    assert logprob_mismatch(sampler, trainer, mask.long()) == expected
 
 
-def test_what_stands_beside_the_mask_does_not_count_and_gradients_stay_out():
-    sampler, trainer, mask = drawn([4, 2], seed=2)
-    wanted = logprob_mismatch(sampler, trainer, mask)
-    padded = trainer.masked_fill(~mask, float("-inf")).requires_grad_()
-    sampler = sampler.masked_fill(~mask, float("nan"))
-    assert logprob_mismatch(sampler, padded, mask.long()) == wanted
-
-
-def test_ratios_of_long_sequences_that_float64_does_not_hold_still_have_a_sample_size():
+def test_ratios_of_long_sequences_beyond_float64_still_have_a_sample_size():
     trainer = torch.tensor([[900.0], [900.0], [0.0]]).expand(3, 2)
-    found = logprob_mismatch(torch.zeros(3, 2), trainer)
-    assert found["mismatch/sequence_ess"] == pytest.approx(2 / 3)
+    mismatch = logprob_mismatch(torch.zeros(3, 2), trainer)
+    assert mismatch["mismatch/sequence_ess"] == pytest.approx(2 / 3)
 
 
 def test_without_a_token_means_are_not_numbers():
-    found = logprob_mismatch(*drawn([3], seed=3)[:2], torch.zeros(1, 3))
-    assert found["mismatch/tokens"] == found["mismatch/sequences"] == 0
-    assert math.isnan(found["mismatch/token_abs_mean"])
+    sampler, trainer, _ = draw_batch([3], seed=3)
+    mismatch = logprob_mismatch(sampler, trainer, torch.zeros(1, 3))
+    assert mismatch["mismatch/tokens"] == 0
+    assert mismatch["mismatch/sequences"] == 0
+    assert math.isnan(mismatch["mismatch/token_abs_mean"])
 
 
-WRONG = {
-    "token ids": ((torch.zeros(1, 2).long(), torch.zeros(1, 2)), {}, "are these token ids"),
-    "shapes": ((torch.zeros(2, 3), torch.zeros(2, 4)), {}, r"\(2, 3\), \(2, 4\)"),
-    "mask": ((torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2)), {}, r"\(2,\)"),
-    "flat": ((torch.zeros(3), torch.zeros(3)), {}, "one shape"),
-    "range": ((torch.zeros(1, 1), torch.zeros(1, 1)), {"clip_range": (0.2, 0.0)}, "positive"),
-}
+def test_token_ids_are_refused():
+    with pytest.raises(ValueError, match="are these token ids"):
+        logprob_mismatch(torch.zeros(1, 2).long(), torch.zeros(1, 2))
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_measured_is_refused(name):
-    given, settings, message = WRONG[name]
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(2, 3), (2, 4)], r"\(2, 3\), \(2, 4\)"),
+        ([(2, 3), (2, 3), (2,)], r"\(2,\)"),
+        ([(3,), (3,)], "one shape"),
+    ],
+    ids=["trainer of another shape", "mask of another shape", "no dimension of sequences"],
+)
+def test_wrong_shapes_are_refused(shapes, message):
+    tensors = [torch.zeros(shape) for shape in shapes]
     with pytest.raises(ValueError, match=message):
-        logprob_mismatch(*given, **settings)
+        logprob_mismatch(*tensors)
+
+
+def test_a_clip_range_that_is_not_positive_is_refused():
+    zeros = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="positive"):
+        logprob_mismatch(zeros, zeros, clip_range=(0.2, 0.0))
 
 
 # -- over ranks ------------------------------------------------------------------------------------
 
-LENGTHS = {0: [5, 1, 3], 1: [2, 6]}
+
+def draw_batch_of_rank(rank: int) -> Batch:
+    """Return the batch of one of two ranks, which have different numbers of sequences."""
+    lengths = [5, 1, 3] if rank == 0 else [2, 6]
+    return draw_batch(lengths, seed=rank)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("empty", [None, 1])
-def test_ranks_with_different_sequences_are_one_batch_in_one_message(empty):
-    rows = [
-        row
-        for rank, lengths in LENGTHS.items()
-        if rank != empty
-        for row in differences(*drawn(lengths, seed=rank))
-    ]
-    sampler, trainer, mask = drawn(LENGTHS[dist.get_rank()], seed=dist.get_rank())
-    with count_collectives() as seen:
-        found = logprob_mismatch(sampler, trainer, mask & (dist.get_rank() != empty))
-    assert (found, seen.count) == (pytest.approx(expected(rows), rel=1e-12), 1)
+def test_batches_of_all_ranks_count_as_one_after_one_message():
+    sequences = differences(draw_batch_of_rank(0)) + differences(draw_batch_of_rank(1))
+    batch = draw_batch_of_rank(dist.get_rank())
+    with count_collectives() as collectives:
+        mismatch = logprob_mismatch(*batch)
+    assert mismatch == pytest.approx(expected_mismatch(sequences), rel=1e-12)
+    assert collectives.count == 1
+
+
+@on_ranks(2)
+def test_a_rank_without_a_token_takes_part_in_the_one_message():
+    batch = draw_batch_of_rank(dist.get_rank())
+    if dist.get_rank() == 1:
+        batch.mask.zero_()
+    expected = expected_mismatch(differences(draw_batch_of_rank(0)))
+    with count_collectives() as collectives:
+        mismatch = logprob_mismatch(*batch)
+    assert mismatch == pytest.approx(expected, rel=1e-12)
+    assert collectives.count == 1
 
 
 @on_ranks(2)
 def test_a_mistake_of_one_rank_raises_on_all():
-    wrong = dist.get_rank() == 1
-    error, says = (ValueError, r"\(2, 3\), \(2, 4\)") if wrong else (RankMismatchError, "rank 1")
-    with pytest.raises(error, match=says):
-        logprob_mismatch(torch.zeros(2, 3), torch.zeros(2, 3 + wrong))
+    sampler = torch.zeros(2, 3)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"\(2, 3\), \(2, 4\)"):
+            logprob_mismatch(sampler, torch.zeros(2, 4))
+    else:
+        with pytest.raises(RankMismatchError, match="rank 1"):
+            logprob_mismatch(sampler, torch.zeros(2, 3))
 
 
 @on_ranks(2)
-def test_the_ranks_of_a_group_are_asked_alone():
+def test_a_process_group_counts_only_the_batches_of_its_ranks():
     rank = dist.get_rank()
-    groups, given = [subgroup([rank]) for rank in range(2)], drawn(LENGTHS[rank], seed=rank)
-    found = logprob_mismatch(*given, process_group=groups[rank])
-    assert found == pytest.approx(expected(differences(*given)), rel=1e-12)
+    groups = [subgroup([0]), subgroup([1])]
+    batch = draw_batch_of_rank(rank)
+    mismatch = logprob_mismatch(*batch, process_group=groups[rank])
+    expected = expected_mismatch(differences(batch))
+    assert mismatch == pytest.approx(expected, rel=1e-12)
