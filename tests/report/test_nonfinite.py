@@ -120,8 +120,23 @@ def inputs_of(seed: int = 1) -> Tensor:
 # -- one process --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("kind", ALONE)
+# Checkpointed runs that are quick enough for every run of the suite.
+QUICK_CHECKPOINTED = ("a product's backward-reentrant", "sqrt'-reentrant", "log-not reentrant")
+
+
+def planted_cells() -> list[Any]:
+    """Return each fault alone and in a block that is checkpointed in either way."""
+    cells = []
+    for kind in ALONE:
+        for how in ("", "reentrant", "not reentrant"):
+            name = f"{kind}-{how}"
+            is_quick = how == "" or name in QUICK_CHECKPOINTED
+            marks = () if is_quick else pytest.mark.slow
+            cells.append(pytest.param(kind, how, id=name, marks=marks))
+    return cells
+
+
+@pytest.mark.parametrize(("kind", "how"), planted_cells())
 def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
     fault = ALONE[kind]
     found = search(Net(fault.change, how))
@@ -424,27 +439,52 @@ def found_in(layout: str, how: str, fault: Any, scale: float = 1.0) -> Any:
     return found
 
 
+def layouts(*quick: str) -> list[Any]:
+    """Return all layouts as cases of a test, which are slow unless they are named here."""
+    cases = []
+    for layout in LAYOUTS:
+        marks = () if layout in quick else pytest.mark.slow
+        cases.append(pytest.param(layout, marks=marks))
+    return cases
+
+
+def check_same_on_all_ranks(origin: Any) -> None:
+    """Assert that both ranks have this answer."""
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, origin)
+    assert gathered == [origin, origin]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("how", "op", "direction", "there"),
-    [
-        ("", None, "", ()),
-        ("reentrant", "sqrt", "backward", (0, 1)),
-        ("not reentrant", "log", "forward", (1,)),
-    ],
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fault_of_one_rank_is_its_own_in_every_layout(layout, how, op, direction, there):
-    fault = {"sqrt": root_of_0, "log": log_on_rank_1}.get(op)
-    found = found_in(layout, how, fault)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, found)
-    assert everyone == [found, found]
-    if fault is None:
-        assert found is None
-    else:
-        assert (found.op, found.module, found.direction) == (op, "blocks.1", direction)
-        assert (found.ranks, found.micro_batch) == (there, 0)
+@pytest.mark.parametrize("layout", layouts("DDP, int8", "FSDP1"))
+def test_a_finite_step_has_no_origin_in_any_layout(layout):
+    origin = found_in(layout, "", None)
+    check_same_on_all_ranks(origin)
+    assert origin is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", layouts("DDP", "FSDP2"))
+def test_a_root_of_0_is_found_in_the_backward_pass_of_both_ranks(layout):
+    origin = found_in(layout, "reentrant", root_of_0)
+    check_same_on_all_ranks(origin)
+    assert origin.op == "sqrt"
+    assert origin.module == "blocks.1"
+    assert origin.direction == "backward"
+    assert origin.ranks == (0, 1)
+    assert origin.micro_batch == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", layouts("DDP, torch's", "TP"))
+def test_a_log_of_0_on_one_rank_is_found_on_that_rank(layout):
+    origin = found_in(layout, "not reentrant", log_on_rank_1)
+    check_same_on_all_ranks(origin)
+    assert origin.op == "log"
+    assert origin.module == "blocks.1"
+    assert origin.direction == "forward"
+    assert origin.ranks == (1,)
+    assert origin.micro_batch == 0
 
 
 @on_ranks(2)
