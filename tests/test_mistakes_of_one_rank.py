@@ -1,7 +1,7 @@
 """Mistakes in the arguments of one rank, which a job script makes easily.
 
-A script that reads a configuration file, the time or the host name may pass other arguments on one
-rank. Every rank has to raise, because a rank that goes on alone leaves the others in a collective.
+A script that reads a configuration file, the time or the host name may pass different arguments on
+one rank. Every rank has to raise, because a rank that waits alone in a collective hangs.
 """
 
 from typing import Any
@@ -39,27 +39,40 @@ def test_a_level_that_differs_between_ranks_raises_on_every_rank():
         distamp.initialize(model, optimizer, level)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("arguments", "error_class", "text"),
-    [
-        pytest.param({"level": "bf17"}, ConfigError, "bf17", id="a level that does not exist"),
-        pytest.param({"levels": "bf16"}, TypeError, "levels", id="an argument that does not exist"),
-        pytest.param({"optimizers": "AdamW"}, TypeError, "optimizers must be", id="a wrong type"),
-        pytest.param(
-            {"level": "bf16", "master_weights": "half"}, ConfigError, "half", id="a wrong override"
-        ),
-    ],
-)
-def test_arguments_that_one_rank_refuses_raise_on_every_rank(arguments, error_class, text):
+def check_that_every_rank_refuses(error_class: type[Exception], text: str, **mistake: Any) -> None:
+    """Check that all ranks raise if rank 1 calls initialize with other arguments."""
     model, optimizer = make_ddp()
-    call: dict[str, Any] = {"optimizers": optimizer, "level": "bf16"}
-    if dist.get_rank() == 1:
-        call |= arguments
+    arguments: dict[str, Any] = {"optimizers": optimizer, "level": "bf16"}
+    rank = dist.get_rank()
+    if rank == 1:
+        arguments.update(mistake)
     with pytest.raises(error_class, match=text) as raised:
-        distamp.initialize(model, **call)
-    is_of_another_rank = "(raised on rank 1; every rank stops here)" in str(raised.value)
-    assert is_of_another_rank is (dist.get_rank() == 0)
+        distamp.initialize(model, **arguments)
+    message = str(raised.value)
+    if rank == 0:
+        assert "(raised on rank 1; every rank stops here)" in message
+    else:
+        assert "raised on rank" not in message
+
+
+@on_ranks(2)
+def test_a_level_that_does_not_exist_raises_on_every_rank():
+    check_that_every_rank_refuses(ConfigError, "bf17", level="bf17")
+
+
+@on_ranks(2)
+def test_an_argument_that_does_not_exist_raises_on_every_rank():
+    check_that_every_rank_refuses(TypeError, "levels", levels="bf16")
+
+
+@on_ranks(2)
+def test_an_argument_of_another_type_raises_on_every_rank():
+    check_that_every_rank_refuses(TypeError, "optimizers must be", optimizers="AdamW")
+
+
+@on_ranks(2)
+def test_an_override_that_does_not_exist_raises_on_every_rank():
+    check_that_every_rank_refuses(ConfigError, "half", master_weights="half")
 
 
 @on_ranks(2)
