@@ -22,6 +22,7 @@ import distamp  # noqa: E402
 from distamp.levels import LEVELS  # noqa: E402
 
 FOLDER = Path(__file__).with_name("images")
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for benchmarks and tests
 BLUE, ORANGE, GREY, GREEN = "#dbeafe", "#ffedd5", "#f3f4f6", "#dcfce7"
 
 
@@ -170,28 +171,31 @@ def precision() -> None:
 
 #: For each layout, the quarters of a weight that each of four ranks holds, and the ranks that see a
 #: NaN in the gradient of the first quarter after the reduction.
-_LAYOUTS = {
-    "DDP": ([(0, 1, 2, 3)] * 4, (0, 1, 2, 3), "every rank sees it"),
-    "FSDP2": ([(0,), (1,), (2,), (3,)], (0,), "one rank sees it"),
-    "HSDP, 2 x 2": ([(0, 1), (2, 3), (0, 1), (2, 3)], (0, 2), "the replicas of\none shard see it"),
-    "tensor parallel": ([(0,), (1,), (2,), (3,)], (0,), "one rank sees it"),
+_LAYOUT_TEXTS = {
+    "DDP": "every rank sees it",
+    "FSDP2": "one rank sees it",
+    "HSDP, 2 x 2": "the replicas of\none shard see it",
+    "tensor parallel": "one rank sees it",
 }
 
 
 def layouts() -> None:
-    """Draw which part of a weight each rank holds, and which ranks see a NaN in one part."""
+    """Draw the measured parts of a weight on each rank, and the ranks that see a NaN."""
+    from benchmarks.layout_parts import measure
+
     axes = canvas(9.4, 3.3)
-    for column, (name, (parts_of_ranks, bad_ranks, text)) in enumerate(_LAYOUTS.items()):
+    for column, (name, ranks_of_layout) in enumerate(measure().items()):
         left = 0.25 + 2.35 * column
+        text = _LAYOUT_TEXTS[name]
         axes.text(left + 0.9, 3.0, name, ha="center", fontweight="bold")
-        for rank, parts in enumerate(parts_of_ranks):
+        for rank, (parts, sees_nan) in enumerate(ranks_of_layout):
             x, y = left + 1.05 * (rank % 2), 1.75 - 1.1 * (rank // 2)
             for part in range(4):
                 is_held = part in parts
                 corner = (x + 0.2 * part, y)
                 style = {"fc": BLUE if is_held else "white", "ec": "#9ca3af", "lw": 1.0}
                 axes.add_patch(matplotlib.patches.Rectangle(corner, 0.2, 0.55, **style))
-            if rank in bad_ranks:
+            if sees_nan:
                 axes.text(x + 0.1, y + 0.27, "x", color="#b91c1c", fontsize=14, fontweight="bold",
                           ha="center", va="center")  # fmt: skip
             axes.text(x + 0.4, y + 0.66, f"rank {rank}", ha="center", fontsize=9)
