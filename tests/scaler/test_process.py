@@ -1,4 +1,4 @@
-"""The scaler beside everything else in a process: memory, torch.compile, defaults."""
+"""The scaler in a process: memory, torch.compile, defaults of torch, imports."""
 
 import copy
 import gc
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distamp import DistGradScaler
 from distamp.scaler import HysteresisLossScale, MasterParameters, StepCounts
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
@@ -24,108 +25,154 @@ from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
-def test_what_is_gone_is_gone_and_leaves_nothing_in_a_scaler(masters: bool) -> None:
-    scaler = cpu_scaler(fp16_grads="master" if masters else "error")
+@pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """Keep the objects of other tests out of `gc.collect`, which makes it fast."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
-    def train_one() -> list[weakref.ref[Any]]:
-        parameter = leaf(1.0, dtype=torch.float16 if masters else torch.float32)
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        if masters:
-            MasterParameters(optimizer)
-        backward(scaler, parameter, 0.25)
-        scaler.unscale_(optimizer)
-        scaler.clip_grad_norm_([parameter] if masters else optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        return [weakref.ref(parameter), weakref.ref(optimizer)]
 
-    def after(count: int) -> int:
-        for _ in range(count):
-            gone = train_one()
+def train_one_optimizer(scaler: DistGradScaler, masters: bool) -> list[weakref.ref[Any]]:
+    """Step a new optimizer once, and return weak references to it and to its parameter."""
+    parameter = leaf(1.0, dtype=torch.float16 if masters else torch.float32)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    if masters:
+        MasterParameters(optimizer)
+    backward(scaler, parameter, 0.25)
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_([parameter] if masters else optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return [weakref.ref(parameter), weakref.ref(optimizer)]
+
+
+MASTERS = pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+
+
+def scaler_for(masters: bool) -> DistGradScaler:
+    return cpu_scaler(fp16_grads="master" if masters else "error")
+
+
+@MASTERS
+@pytest.mark.usefixtures("frozen_heap")
+def test_a_scaler_keeps_no_optimizer_alive(masters: bool) -> None:
+    scaler = scaler_for(masters)
+    references = train_one_optimizer(scaler, masters)
+    gc.collect()
+    for reference in references:
+        assert reference() is None
+
+
+@MASTERS
+@pytest.mark.usefixtures("frozen_heap")
+def test_a_scaler_does_not_grow_with_every_optimizer_that_is_gone(masters: bool) -> None:
+    scaler = scaler_for(masters)
+
+    def allocated_blocks_after_50_optimizers() -> int:
+        for _ in range(50):
+            train_one_optimizer(scaler, masters)
         gc.collect()
-        assert [reference() for reference in gone] == [None, None]
-        # Of names that C code looks up by a new string each time, CPython keeps up to 4,096, by
-        # their addresses: the more memory a process has used, the longer until it is full.
+        # CPython caches up to 4,096 names that C code looks up by a new string at each call.
         sys._clear_type_cache()
         return sys.getallocatedblocks()
 
-    assert -after(100) + after(100) < 40, "a block for every second would be a leak already"
+    before = allocated_blocks_after_50_optimizers()
+    after = allocated_blocks_after_50_optimizers()
+    assert after - before < 20, "a leak of one block for each optimizer would be 50"
 
 
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
-WAYS: dict[str, Callable[[Any, Any], Any]] = {
-    "step": lambda scaler, optimizer: scaler.step(optimizer),
-    "unscale_": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),
-    "clip_grad_norm_": lambda scaler, optimizer: (
-        scaler.clip_grad_norm_(optimizer, 0.5, norm_type=1.0),
-        scaler.step(optimizer),
-    ),
-    "step_all": lambda scaler, optimizer: scaler.step_all([optimizer]),
-}
+def step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
 
 
-def _trained(way: str, compiled: bool) -> Any:
-    """Three steps, in which the second overflows on one rank, and a second optimizer waits."""
-    (parameter, optimizer), (other, late), scaler = (
-        sgd(1.0, 2.0),
-        sgd(),
-        cpu_scaler(growth_interval=1),
-    )
-    scaler.register_optimizers(optimizer, late)
+def unscale_and_step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
 
-    def train(gradient: Tensor) -> None:
+
+def clip_and_step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.clip_grad_norm_(optimizer, 0.5, norm_type=1.0)
+    scaler.step(optimizer)
+
+
+def step_all(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step_all([optimizer])
+
+
+StepFunction = Callable[[Any, torch.optim.Optimizer], None]
+
+
+def train(step_function: StepFunction, compiled: bool) -> tuple[Any, ...]:
+    """Train three iterations, and return parameters, scale and counts.
+
+    The second iteration overflows on rank 1. A second optimizer steps after the third update.
+    """
+    parameter, optimizer = sgd(1.0, 2.0)
+    late_parameter, late_optimizer = sgd()
+    scaler = cpu_scaler(growth_interval=1)
+    scaler.register_optimizers(optimizer, late_optimizer)
+
+    def train_step(gradient: Tensor) -> None:
         optimizer.zero_grad()
-        scaler.scale((parameter * gradient).sum() + (other * 0.25).sum()).backward()
-        WAYS[way](scaler, optimizer)
+        loss = (parameter * gradient).sum() + (late_parameter * 0.25).sum()
+        scaler.scale(loss).backward()
+        step_function(scaler, optimizer)
         scaler.update()
 
+    gradients = [0.5, INF if dist.get_rank() == 1 else 0.5, 0.5]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = torch.compile(train, backend="eager") if compiled else train
-        for step in range(3):
-            run(torch.tensor([0.25, INF if step == 1 and dist.get_rank() == 1 else 0.5]))
-        scaler.step(late)
+        run_step = torch.compile(train_step, backend="eager") if compiled else train_step
+        for gradient in gradients:
+            run_step(torch.tensor([0.25, gradient]))
+        scaler.step(late_optimizer)
     torch._dynamo.reset()
-    return parameter.tolist(), other.item(), scaler.get_scale(), scaler.step_counts(optimizer)
+    counts = scaler.step_counts(optimizer)
+    return parameter.tolist(), late_parameter.item(), scaler.get_scale(), counts
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_step_trains_as_without(way: str) -> None:
-    eager = _trained(way, False)
+@pytest.mark.parametrize("step_function", [step, unscale_and_step, clip_and_step, step_all])
+def test_a_compiled_step_trains_as_without(step_function: StepFunction) -> None:
+    eager = train(step_function, compiled=False)
     assert eager[1:] == (0.25, 2048.0, StepCounts(taken=2, skipped=1))
-    assert _trained(way, True) == eager
+    assert train(step_function, compiled=True) == eager
 
 
-# -- torch's defaults for a whole process, and what an import loads --------------------------------
+# -- torch's defaults for a whole process ----------------------------------------------------------
 
 
-def _stepped(fused: bool, settings: dict[str, Any]) -> list[Any]:
-    """What steps leave of a parameter, the second of which overflows."""
-    dtype = torch.float16 if "fp16_grads" in settings else torch.float32
+def history_of_three_steps(fused: bool, settings: dict[str, Any]) -> list[Any]:
+    """Return norm, flag, parameter and scale of three steps. The second step overflows."""
+    masters = settings.get("fp16_grads") == "master"
+    dtype = torch.float16 if masters else torch.float32
     parameter = nn.Parameter(torch.ones(2, dtype=dtype, device="cpu"))
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5, fused=fused)
-    _kept = dtype is torch.float16 and MasterParameters(optimizer)
-    scaler, seen = cpu_scaler(**settings), []
+    if masters:
+        MasterParameters(optimizer)
+    scaler = cpu_scaler(**settings)
+    history: list[Any] = []
     for gradient in (0.25, INF, 0.25):
         optimizer.zero_grad()
         weights = torch.full((2,), gradient, dtype=torch.float32, device="cpu")
-        scaler.scale((parameter.float() * weights).sum()).backward()
+        loss = (parameter.float() * weights).sum()
+        scaler.scale(loss).backward()
         norm = scaler.clip_grad_norm_(optimizer, 100.0)
         scaler.step(optimizer)
         scaler.update()
         flag = scaler.found_inf(optimizer)
-        told = (norm.item(), norm.dtype, flag.item(), flag.dtype)
-        seen.append((*told, parameter.tolist(), scaler.get_scale()))
-    return seen
+        history.extend([norm.item(), norm.dtype, flag.item(), flag.dtype])
+        history.extend([parameter.tolist(), scaler.get_scale()])
+    return history
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+SETTINGS = pytest.mark.parametrize(
     "settings",
     [
         {"growth_interval": 1},
@@ -134,20 +181,44 @@ def _stepped(fused: bool, settings: dict[str, Any]) -> list[Any]:
     ],
     ids=["dynamic", "hysteresis", "masters"],
 )
-def test_torchs_defaults_reach_no_tensor_of_ours(settings: dict[str, Any], fused: bool) -> None:
-    expected = _stepped(fused, settings)
-    for dtype in (torch.float64, torch.bfloat16):
-        torch.set_default_dtype(dtype)
-        try:
-            assert _stepped(fused, settings) == expected, dtype
-        finally:
-            torch.set_default_dtype(torch.float32)
+
+
+@on_ranks(2)
+@FUSED
+@SETTINGS
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float64, id="float64"),
+        pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_torchs_default_dtype_changes_no_step(
+    dtype: torch.dtype, settings: dict[str, Any], fused: bool
+) -> None:
+    expected = history_of_three_steps(fused, settings)
+    torch.set_default_dtype(dtype)
+    try:
+        history = history_of_three_steps(fused, settings)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert history == expected
+
+
+@on_ranks(2)
+@FUSED
+@SETTINGS
+def test_torchs_default_device_changes_no_step(settings: dict[str, Any], fused: bool) -> None:
+    expected = history_of_three_steps(fused, settings)
     with torch.device("meta"):
-        assert _stepped(fused, settings) == expected
+        history = history_of_three_steps(fused, settings)
+    assert history == expected
 
 
-# Costly, and of no use to who trains plain tensors in one process. torch's own optimizers load
-# torch._dynamo, and sympy with it, when one is made.
+# -- imports ---------------------------------------------------------------------------------------
+
+# Plain training in one process needs none of these modules, and they are slow to import. The first
+# optimizer of torch imports torch._dynamo and sympy by itself.
 PROGRAM = """
 import sys, torch
 
@@ -166,21 +237,51 @@ print(*[name for name in sorted(set(sys.modules) - before) if name.startswith(he
 
 def test_an_import_and_plain_training_load_nothing_heavy(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr[-2000:]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == []
 
 
 # -- a disabled scaler -----------------------------------------------------------------------------
 
 
-def test_a_disabled_scaler_answers_everything_checks_nothing_and_does_nothing() -> None:
+@pytest.mark.parametrize("outputs", [leaf(1.0), [leaf(1.0)], 3, None], ids=repr)
+def test_a_disabled_scaler_returns_outputs_of_any_type_unchanged(outputs: Any) -> None:
+    assert cpu_scaler(enabled=False).scale(outputs) is outputs
+
+
+def test_a_disabled_scaler_checks_no_setting() -> None:
     scaler = cpu_scaler(math.inf, growth_factor=0.5, growth_interval=0, enabled=False)
+    assert not scaler.is_enabled()
+
+
+def test_a_disabled_scaler_steps_as_the_optimizer_alone() -> None:
+    scaler = cpu_scaler(enabled=False)
     parameter, optimizer = sgd()
-    for outputs in (parameter, [parameter], 3, None):
-        assert scaler.scale(outputs) is outputs
     iteration(scaler, optimizer, parameter, 0.25, unscale=True)
+    assert parameter.item() == 0.75
+    iteration(scaler, optimizer, parameter, 0.25, unscale=True)
+    assert parameter.item() == 0.5
+
+
+def test_a_disabled_scaler_returns_the_loss_of_a_closure() -> None:
+    scaler = cpu_scaler(enabled=False)
+    _, optimizer = sgd()
     assert scaler.step(optimizer, closure=lambda: torch.tensor(3.0)) == 3.0
-    assert (scaler.step_was_taken(optimizer), scaler.is_unscaled(optimizer)) == (True, False)
-    assert (parameter.item(), scaler.get_scale(), scaler.found_inf(optimizer)) == (0.5, 1.0, 0.0)
-    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        assert twin.scale(parameter) is parameter
+
+
+def test_a_disabled_scaler_answers_every_question() -> None:
+    scaler = cpu_scaler(enabled=False)
+    parameter, optimizer = sgd()
+    iteration(scaler, optimizer, parameter, 0.25, unscale=True)
+    assert scaler.step_was_taken(optimizer) is True
+    assert scaler.is_unscaled(optimizer) is False
+    assert scaler.found_inf(optimizer) == 0.0
+    assert scaler.get_scale() == 1.0
+
+
+def test_copies_of_a_disabled_scaler_are_disabled() -> None:
+    scaler = cpu_scaler(math.inf, growth_factor=0.5, growth_interval=0, enabled=False)
+    loss = leaf(1.0)
+    assert copy.deepcopy(scaler).scale(loss) is loss
+    assert pickle.loads(pickle.dumps(scaler)).scale(loss) is loss
