@@ -1,4 +1,4 @@
-"""The public names: every one that the docs use exists, whatever was imported before it."""
+"""The public names: each name in the docs exists, and imports in any order bind the same."""
 
 import inspect
 import re
@@ -22,39 +22,47 @@ _COMMAND = re.compile(r"python\d* -m distamp[\w.]*")
 
 
 def names_on(page: Path) -> set[str]:
-    """Every ``distamp.x.y`` in a page's code, and what its code imports."""
-    code = _COMMAND.sub("", "\n".join(_CODE.findall(page.read_text())))
-    imported = {
-        f"{module}.{name.strip().split(' as ')[0]}"
-        for module, names in _IMPORT.findall(code)
-        for name in names.split(",")
-    }
-    return imported | set(_NAME.findall(code))
+    """Return each ``distamp.x.y`` in the code of a page, and each name that its code imports."""
+    code = "\n".join(_CODE.findall(page.read_text()))
+    code = _COMMAND.sub("", code)
+    names = set(_NAME.findall(code))
+    for module, imported in _IMPORT.findall(code):
+        for name in imported.split(","):
+            original_name = name.strip().split(" as ")[0]
+            names.add(f"{module}.{original_name}")
+    return names
 
 
-def test_every_name_on_a_page_exists() -> None:
-    missing = []
-    for name in sorted(set().union(*map(names_on, PAGES))):
-        module, _, attribute = name.rpartition(".")
-        found: object = distamp
-        for part in name.split(".")[1:]:
-            found = getattr(found, part, None)
-        if name == "distamp.integrations":
-            continue  # Its modules need the trainers' packages.
-        if found is None and not _is_imported_from(module, attribute):
-            missing.append(name)
-    assert missing == []
+def _exists(name: str) -> bool:
+    """Return whether a full name is an attribute of the package, or in a module's source.
 
-
-def _is_imported_from(module: str, attribute: str) -> bool:
-    """Whether the module exports it, which may need an extra to be imported."""
+    A module that needs an extra may not be imported, so its source is searched.
+    """
+    value: object = distamp
+    for part in name.split(".")[1:]:
+        value = getattr(value, part, None)
+    if value is not None:
+        return True
+    module, _, attribute = name.rpartition(".")
     path = ROOT.joinpath(*module.split("."))
-    files = [path.with_suffix(".py"), path / "__init__.py", path / f"{attribute}.py"]
-    source = "".join(each.read_text() for each in files if each.is_file())
-    return (path / f"{attribute}.py").is_file() or f'"{attribute}"' in source
+    if (path / f"{attribute}.py").is_file():
+        return True
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file() and f'"{attribute}"' in file.read_text():
+            return True
+    return False
 
 
-# What pages call the objects that they make, and what those are.
+def test_each_name_on_a_page_exists() -> None:
+    names: set[str] = set()
+    for page in PAGES:
+        names |= names_on(page)
+    # The modules of this package need the trainers' packages.
+    names.discard("distamp.integrations")
+    assert [name for name in sorted(names) if not _exists(name)] == []
+
+
+# The variables of the pages' code, and their values.
 OBJECTS: dict[str, object] = {
     "guard": distamp.StepGuard(),
     "scaler": distamp.DistGradScaler("cpu"),
@@ -64,43 +72,48 @@ OBJECTS: dict[str, object] = {
     "comm_hooks": comm_hooks,
 }
 _ATTRIBUTE = re.compile(rf"(?<![\w.\"'/-])({'|'.join(OBJECTS)})\.([a-z_]\w*)")
-# Apex's, on the pages that put it beside ours.
-APEXS = {"scale_loss", "master_params", "half_function", "float_function", "promote_function",
-         "register_half_function", "register_float_function", "register_promote_function",
-         "disable_casts", "initialize"}  # fmt: skip
+# Names of Apex, on the pages that compare it with distamp.
+APEXS = frozenset(
+    """
+    scale_loss master_params initialize disable_casts half_function float_function promote_function
+    register_half_function register_float_function register_promote_function
+    """.split()  # noqa: SIM905
+)
 
 
 # The public functions and methods that send to other ranks. A method is under the class that
 # defines it.
-COLLECTIVE = {
-    "Amp.check",
-    "Amp.clip_grad_norm_",
-    "Amp.flat_state_dict",
-    "Amp.load",
-    "Amp.master_params",
-    "Amp.save",
-    "Amp.step",
-    "StepGuardBase.nonfinite_report",
-    "PrecisionContract.check",
-    "PrecisionContract.watch",
-    "DistGradScaler.update",
-    "StepGuard.update",
-    "StepReplay.on_update",
-    "StepGuardBase.check_replicas",
-    "StepGuardBase.check_weights",
-    "StepGuardBase.clip_grad_norm_",
-    "StepGuardBase.raise_on_all_ranks",
-    "StepGuardBase.repair_replicas",
-    "StepGuardBase.step",
-    "StepGuardBase.step_all",
-    "StepGuardBase.unscale_",
-    "clip_grad_norm_",
-    "compare_gradients",
-    "find_first_nonfinite",
-    "initialize",
-    "logprob_mismatch",
-    "register_comm_hook",
-}
+COLLECTIVE = set(
+    """
+    Amp.check
+    Amp.clip_grad_norm_
+    Amp.flat_state_dict
+    Amp.load
+    Amp.master_params
+    Amp.save
+    Amp.step
+    StepGuardBase.nonfinite_report
+    PrecisionContract.check
+    PrecisionContract.watch
+    DistGradScaler.update
+    StepGuard.update
+    StepReplay.on_update
+    StepGuardBase.check_replicas
+    StepGuardBase.check_weights
+    StepGuardBase.clip_grad_norm_
+    StepGuardBase.raise_on_all_ranks
+    StepGuardBase.repair_replicas
+    StepGuardBase.step
+    StepGuardBase.step_all
+    StepGuardBase.unscale_
+    clip_grad_norm_
+    compare_gradients
+    find_first_nonfinite
+    initialize
+    logprob_mismatch
+    register_comm_hook
+    """.split()  # noqa: SIM905
+)
 
 
 def _public_functions() -> Iterator[tuple[str, str]]:
@@ -111,29 +124,40 @@ def _public_functions() -> Iterator[tuple[str, str]]:
             if not getattr(value, "__module__", "").startswith("distamp"):
                 continue
             if inspect.isclass(value):
-                for base in value.__mro__:
-                    if base.__module__.startswith("distamp"):
-                        for name, method in vars(base).items():
-                            if inspect.isfunction(method) and not name.startswith("_"):
-                                yield f"{base.__name__}.{name}", method.__doc__ or ""
+                yield from _public_methods(value)
             elif inspect.isfunction(value):
                 yield value.__name__, value.__doc__ or ""
 
 
-def test_what_sends_to_other_ranks_says_so() -> None:
+def _public_methods(cls: type) -> Iterator[tuple[str, str]]:
+    """Yield the name and the docstring of each public method that distamp defines."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith("distamp"):
+            continue
+        for name, method in vars(base).items():
+            if inspect.isfunction(method) and not name.startswith("_"):
+                yield f"{base.__name__}.{name}", method.__doc__ or ""
+
+
+def test_each_function_that_sends_to_other_ranks_is_documented_as_collective() -> None:
     sentence = re.compile(r"^ *Collective: every rank of .* must call this[. ]", re.MULTILINE)
-    documented = {name for name, text in _public_functions() if sentence.search(text)}
+    documented = set()
+    for name, docstring in _public_functions():
+        if sentence.search(docstring):
+            documented.add(name)
     assert documented == COLLECTIVE
 
 
-# The names that docs/reference/index.md explains, and no other is at the top level.
-TOP_LEVEL = {
-    *("autocast", "custom_fwd", "custom_bwd", "AutocastState", "OpLists", "set_module_precision"),
-    *("GradScaler", "DistGradScaler", "StepGuard", "clip_grad_norm_", "DataParallel"),
-    *("initialize", "cast_model", "PrecisionLevel", "patch_torch", "unpatch_torch"),
-    *("precision_report", "preflight", "PrecisionContract", "find_first_nonfinite"),
-    *("DistampError", "RankMismatchError", "__version__"),
-}
+# The names at the top level, which docs/reference/index.md explains.
+TOP_LEVEL = frozenset(
+    """
+    autocast custom_fwd custom_bwd AutocastState OpLists set_module_precision
+    GradScaler DistGradScaler StepGuard clip_grad_norm_ DataParallel
+    initialize cast_model PrecisionLevel patch_torch unpatch_torch
+    precision_report preflight PrecisionContract find_first_nonfinite
+    DistampError RankMismatchError __version__
+    """.split()  # noqa: SIM905
+)
 INDEX = ROOT / "docs" / "reference" / "index.md"
 
 
@@ -143,28 +167,35 @@ def test_the_top_level_has_these_names() -> None:
 
 def test_the_index_has_a_line_for_every_public_name() -> None:
     listed = set(re.findall(r"`(\w+)`", INDEX.read_text()))
+    public = set(TOP_LEVEL) - {"__version__"}
     rooms = ("guard", "scaler", "masters", "autocast", "report", "comm_hooks", "errors", "levels")
-    public = {name for room in rooms for name in sys.modules[f"distamp.{room}"].__all__}
-    assert TOP_LEVEL - {"__version__"} | public <= listed
+    for room in rooms:
+        public.update(sys.modules[f"distamp.{room}"].__all__)
+    assert public - listed == set()
 
 
-def test_every_method_on_a_page_exists() -> None:
-    code = "\n".join(block for page in PAGES for block in _CODE.findall(page.read_text()))
-    missing = {
-        f"{name}.{attribute}"
-        for name, attribute in _ATTRIBUTE.findall(code)
-        if not hasattr(OBJECTS[name], attribute)
-        and not (name == "amp" and attribute in APEXS)
-        and attribute not in ("py", "md")
-    }
+def _is_apexs(variable: str, attribute: str) -> bool:
+    return variable == "amp" and attribute in APEXS
+
+
+def test_each_method_on_a_page_exists() -> None:
+    missing = set()
+    for page in PAGES:
+        code = "\n".join(_CODE.findall(page.read_text()))
+        for variable, attribute in _ATTRIBUTE.findall(code):
+            is_file_name = attribute in ("py", "md")
+            if is_file_name or _is_apexs(variable, attribute):
+                continue
+            if not hasattr(OBJECTS[variable], attribute):
+                missing.add(f"{variable}.{attribute}")
     assert missing == set()
 
 
-# Programs, each in a fork of one interpreter that has torch and nothing of ours: what an import
-# binds depends on what was imported before.
+# Each program runs in a fork of one interpreter that has imported torch but not distamp, because
+# the value of a name can depend on the imports before it.
 FORKS = """
 import os, sys, traceback, torch, torch.distributed.fsdp, torch.distributed.tensor
-for number, program in enumerate(eval(sys.stdin.read())):
+for program in eval(sys.stdin.read()):
     child = os.fork()
     if child == 0:
         try:
@@ -173,7 +204,7 @@ for number, program in enumerate(eval(sys.stdin.read())):
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 SPELLINGS = [
     "from distamp import autocast as cls",
@@ -195,36 +226,56 @@ assert issubclass(cls, torch.autocast) and cls is distamp.autocast and callable(
 with cls("cpu"):
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 """
-HEAVY = {
-    *("torch._dynamo", "torch._inductor", "sympy", "lightning", "transformers", "tokenizers"),
-    *("rich", "matplotlib", "fairscale", "tqdm", "hypothesis", "pytest", "numpy"),
-    *("triton", "datasets", "accelerate"),
-}
-EXTRAS = "{'matplotlib', 'fairscale', 'torchao', 'lightning', 'accelerate'}"
-# All modules but those that are for an extra alone.
-EVERY_MODULE = f"""
+#: Packages of extras, and modules that take long to import.
+HEAVY = set(
+    """
+    torch._dynamo torch._inductor sympy lightning transformers tokenizers rich matplotlib fairscale
+    tqdm hypothesis pytest numpy triton datasets accelerate
+    """.split()  # noqa: SIM905
+)
+BENCHMARK_FILES = (ROOT / "benchmarks").glob("*.py")
+BENCHMARKS = [f"benchmarks.{path.stem}" for path in BENCHMARK_FILES]
+PROGRAMS = {
+    "no module needs an extra, except the integrations": """
 import importlib, pkgutil, distamp
-for each in pkgutil.walk_packages(distamp.__path__, "distamp."):
-    if not each.name.startswith("distamp.integrations."):
-        importlib.import_module(each.name)
-assert not {EXTRAS} & (set(sys.modules) - before)
-"""
-PROGRAMS = [
-    EVERY_MODULE,
-    *(f"{spelling}\n{IS_THE_CLASS}" for spelling in SPELLINGS),
-    # What only an extra installs, and what takes long.
-    f"import distamp; assert not {HEAVY} & (set(sys.modules) - before)",
-    "theirs = torch.amp.GradScaler; import distamp; assert torch.amp.GradScaler is theirs; assert "
-    "distamp.patch_torch().late == ()",
-    "import distamp.doctor; before = set(sys.modules); distamp.doctor.diagnose(); "
-    "assert not {'lightning', 'transformers', 'rich'} & (set(sys.modules) - before)",
-    "import " + ", ".join(f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")),
-]
+for module in pkgutil.walk_packages(distamp.__path__, "distamp."):
+    if not module.name.startswith("distamp.integrations."):
+        importlib.import_module(module.name)
+extras = {"matplotlib", "fairscale", "torchao", "lightning", "accelerate"}
+assert not extras & (set(sys.modules) - before)
+""",
+    "an import loads nothing heavy": f"""
+import distamp
+assert not {HEAVY} & (set(sys.modules) - before)
+""",
+    "an import changes no name of torch": """
+original = torch.amp.GradScaler
+import distamp
+assert torch.amp.GradScaler is original
+assert distamp.patch_torch().late == ()
+""",
+    "doctor imports no trainer": """
+import distamp.doctor
+before = set(sys.modules)
+distamp.doctor.diagnose()
+assert not {"lightning", "transformers", "rich"} & (set(sys.modules) - before)
+""",
+    "benchmarks can be imported": f"import {', '.join(BENCHMARKS)}",
+}
+for spelling in SPELLINGS:
+    PROGRAMS[f"{spelling} binds the class"] = spelling + IS_THE_CLASS
 
 
 def test_imports_in_a_fresh_interpreter() -> None:
-    """Every spelling finds the class, nothing heavy is loaded, and nothing of torch's changes."""
-    command = [sys.executable, "-W", "error", "-c", FORKS]
-    done = subprocess.run(command, input=repr(PROGRAMS), capture_output=True, text=True, cwd=ROOT)
-    wanted = [f"{number} 0" for number in range(len(PROGRAMS))]
-    assert done.stdout.splitlines() == wanted, done.stderr
+    """Each program of ``PROGRAMS`` ends without an error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORKS],
+        input=repr(list(PROGRAMS.values())),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    exit_codes = done.stdout.splitlines()
+    assert len(exit_codes) == len(PROGRAMS)
+    for name, exit_code in zip(PROGRAMS, exit_codes, strict=True):
+        assert exit_code == "0", f"{name}: {done.stderr}"

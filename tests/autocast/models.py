@@ -1,4 +1,4 @@
-"""Models as they are used today, from their configurations, at sizes that take no time."""
+"""Small models of families that are used today, made from their configurations."""
 
 import logging
 from collections.abc import Callable
@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-# By all the names that configurations have for them.
+# Configurations have several names for one setting.
 WIDTHS = ("hidden_size", "d_model", "n_embd")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 HEADS = (
-    *("num_attention_heads", "n_head", "num_heads"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
+    "num_attention_heads",
+    "n_head",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
 )
 INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
 VOCABULARY = ("vocab_size", "max_position_embeddings", "n_positions")
@@ -43,14 +46,14 @@ RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer
 
 
 def text() -> dict[str, Tensor]:
-    """Two sentences, the second one padded."""
+    """Return two sentences; the second one is padded."""
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[1, -3:] = 0
     tokens = torch.randint(3, 64, (2, 12))
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def spoken() -> dict[str, Tensor]:
+def spectrogram() -> dict[str, Tensor]:
     return {"input_features": torch.randn(2, 8, 40), "labels": torch.randint(3, 64, (2, 8))}
 
 
@@ -65,37 +68,78 @@ def image(size: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([0, 1])}
 
 
-def of_transformers(kind: str, task: str, inputs: Callable[[], Any], **settings: Any) -> Any:
-    """What makes a model of this type for this task, and its inputs."""
-
-    def make() -> tuple[nn.Module, dict[str, Tensor]]:
-        transformers = pytest.importorskip("transformers")
-        # What it thinks of a configuration this small.
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        config = transformers.AutoConfig.for_model(kind, **settings)
-        config.apply_spec_augment = False  # Would leave parts out at random.
-        return getattr(transformers, f"AutoModelFor{task}").from_config(config), inputs()
-
-    return make
+def make_model(kind: str, task: str, **settings: Any) -> nn.Module:
+    """Make a model of transformers for a task, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    # transformers warns about configurations of this size.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    # A random choice of masked parts would differ between two steps.
+    config.apply_spec_augment = False
+    model_class = getattr(transformers, f"AutoModelFor{task}")
+    return model_class.from_config(config)  # type: ignore[no-any-return]
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
-    "bert": of_transformers("bert", "MaskedLM", text, **TINY),
-    "gpt2": of_transformers("gpt2", "CausalLM", text, **TINY),
-    "t5": of_transformers("t5", "Seq2SeqLM", text, **TINY),
-    "llama": of_transformers("llama", "CausalLM", text, **TINY),
-    "mixtral": of_transformers("mixtral", "CausalLM", text, **TINY | EXPERTS),
-    # Experts called one by one, those alone that a token was sent to.
-    "mixtral, eager": of_transformers(
-        "mixtral", "CausalLM", text, **TINY | EXPERTS, experts_implementation="eager"
-    ),
-    "whisper": of_transformers("whisper", "SpeechSeq2Seq", spoken, **TINY | WHISPER),
-    "wav2vec2": of_transformers("wav2vec2", "CTC", sound, **TINY | SOUND),
-    "vit": of_transformers(
-        "vit", "ImageClassification", lambda: image(16), **TINY, image_size=16, patch_size=4
-    ),
-    "swin": of_transformers(
-        "swin", "ImageClassification", lambda: image(32), **SWIN, window_size=4
-    ),
-    "resnet": of_transformers("resnet", "ImageClassification", lambda: image(32), **RESNET),
+Built = tuple[nn.Module, dict[str, Tensor]]
+
+
+def bert() -> Built:
+    return make_model("bert", "MaskedLM", **TINY), text()
+
+
+def gpt2() -> Built:
+    return make_model("gpt2", "CausalLM", **TINY), text()
+
+
+def t5() -> Built:
+    return make_model("t5", "Seq2SeqLM", **TINY), text()
+
+
+def llama() -> Built:
+    return make_model("llama", "CausalLM", **TINY), text()
+
+
+def mixtral() -> Built:
+    return make_model("mixtral", "CausalLM", **TINY, **EXPERTS), text()
+
+
+def mixtral_eager() -> Built:
+    """Make a model that calls only the experts which received a token, one after another."""
+    settings = {**TINY, **EXPERTS, "experts_implementation": "eager"}
+    return make_model("mixtral", "CausalLM", **settings), text()
+
+
+def whisper() -> Built:
+    return make_model("whisper", "SpeechSeq2Seq", **TINY, **WHISPER), spectrogram()
+
+
+def wav2vec2() -> Built:
+    return make_model("wav2vec2", "CTC", **TINY, **SOUND), sound()
+
+
+def vit() -> Built:
+    settings = {**TINY, "image_size": 16, "patch_size": 4}
+    return make_model("vit", "ImageClassification", **settings), image(16)
+
+
+def swin() -> Built:
+    return make_model("swin", "ImageClassification", **SWIN, window_size=4), image(32)
+
+
+def resnet() -> Built:
+    return make_model("resnet", "ImageClassification", **RESNET), image(32)
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "bert": bert,
+    "gpt2": gpt2,
+    "t5": t5,
+    "llama": llama,
+    "mixtral": mixtral,
+    "mixtral, eager": mixtral_eager,
+    "whisper": whisper,
+    "wav2vec2": wav2vec2,
+    "vit": vit,
+    "swin": swin,
+    "resnet": resnet,
 }

@@ -68,7 +68,7 @@ def gradients(
     return torch.cat([p.grad.double().flatten() for p in model[1].parameters()])  # type: ignore[union-attr]
 
 
-def whole(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
+def compile_model(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
     model.compile(backend=backend)
     return model
 
@@ -81,7 +81,7 @@ def by_block(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
 
 #: A way to compile a model.
 WAYS: dict[str, Callable[[nn.Sequential, str], Callable[[Tensor], Tensor]]] = {
-    "model.compile()": whole,
+    "model.compile()": compile_model,
     "blocks": by_block,
     "a function around": lambda model, backend: torch.compile(
         lambda x: model(x) * 1, backend=backend
@@ -102,12 +102,13 @@ CASES = [
 def test_a_compiled_backward_is_the_eager_one(name, way, backend):
     dtype = MODULES[name][0]
     eager, compiled = net(name), net(name)
-    wanted = gradients(eager, eager, torch.autocast("cpu", dtype))
-    # Inductor keeps float32 between ops that it fuses, unless it is told to round as eager does.
+    expected = gradients(eager, eager, torch.autocast("cpu", dtype))
+    # Inductor keeps float32 between ops that it fuses, unless this setting makes it round.
     with inductor_config.patch(emulate_precision_casts=True):
-        got = gradients(compiled, WAYS[way](compiled, backend), autocast("cpu", dtype))
-    assert torch.isfinite(got).all()
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
+        call = WAYS[way](compiled, backend)
+        grads = gradients(compiled, call, autocast("cpu", dtype))
+    assert torch.isfinite(grads).all()
+    torch.testing.assert_close(grads, expected, rtol=1e-6, atol=0)
 
 
 def test_a_pinned_head_has_the_gradient_of_float64():
@@ -201,13 +202,28 @@ def norm_of_a_step(way: str, layout: str, level: str, pin: str) -> float:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2"])
-@pytest.mark.parametrize(("level", "pin"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp16", "bf16")])
+@pytest.mark.parametrize(
+    ("layout", "level", "pin"),
+    [
+        ("DDP", "bf16", "fp32"),
+        pytest.param("DDP", "fp16", "fp32", marks=pytest.mark.slow),
+        pytest.param("DDP", "fp16", "bf16", marks=pytest.mark.slow),
+        pytest.param("FSDP1", "bf16", "fp32", marks=pytest.mark.slow),
+        pytest.param("FSDP1", "fp16", "fp32", marks=pytest.mark.slow),
+        ("FSDP1", "fp16", "bf16"),
+        pytest.param("FSDP2", "bf16", "fp32", marks=pytest.mark.slow),
+        ("FSDP2", "fp16", "fp32"),
+        pytest.param("FSDP2", "fp16", "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_backward_is_the_eager_one_in_every_layout(layout, level, pin):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.compile's own, which are errors on the ranks
-        norms = [norm_of_a_step(way, layout, level, pin) for way in ("eager", "blocks", "model")]
-    assert norms == [pytest.approx(norms[0], rel=1e-6)] * 3
+        # Warnings of torch.compile are errors on the ranks.
+        warnings.simplefilter("ignore")
+        expected = norm_of_a_step("eager", layout, level, pin)
+        for way in ("blocks", "model"):
+            norm = norm_of_a_step(way, layout, level, pin)
+            assert norm == pytest.approx(expected, rel=1e-6)
 
 
 # -- torch's setting ---------------------------------------------------------------------------
@@ -239,10 +255,10 @@ def test_torchs_setting_is_changed_in_a_region_and_restored():
 
 def test_a_setting_of_the_users_stays():
     with config.patch(backward_pass_autocast=[{"device_type": "cpu", "dtype": BF16}]):
-        wanted = config.backward_pass_autocast
+        setting = config.backward_pass_autocast
         with autocast("cpu"):
-            assert config.backward_pass_autocast == wanted
-        assert config.backward_pass_autocast == wanted
+            assert config.backward_pass_autocast == setting
+        assert config.backward_pass_autocast == setting
 
 
 # -- where it cannot be had --------------------------------------------------------------------
@@ -275,12 +291,13 @@ def warned(head: nn.Module, region: AbstractContextManager[Any], calls: int = 2)
             torch._dynamo.reset()
             with region:
                 block(X)
-    return [str(each.message) for each in caught if "backward pass of" in str(each.message)]
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "backward pass of" in message]
 
 
 @pytest.mark.usefixtures("none_warned")
 @pytest.mark.parametrize(
-    ("head", "says"),
+    ("head", "pattern"),
     [
         (
             lambda: set_module_precision(nn.Linear(4, 4), "fp32"),
@@ -294,22 +311,24 @@ def warned(head: nn.Module, region: AbstractContextManager[Any], calls: int = 2)
         (lambda: Inner(FP16), r"autocast\('cpu', torch\.float16\) in the module 'head'"),
     ],
 )
-def test_a_region_of_torchs_own_class_warns_once_and_names_the_module(head, says):
+def test_a_region_of_torchs_own_class_warns_once_and_names_the_module(head, pattern):
     (message,) = warned(head(), torch.autocast("cpu"))
-    assert re.search(says, message)
+    assert re.search(pattern, message)
     assert "is compiled in torch.bfloat16" in message
     assert "Enter distamp.autocast" in message
 
 
 @pytest.mark.usefixtures("none_warned")
 def test_there_is_no_warning_where_the_precision_is_right():
+    head = set_module_precision(nn.Linear(4, 4), "fp32")
     with torch.no_grad():
-        assert warned(set_module_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
+        assert warned(head, torch.autocast("cpu"), 1) == []
     with config.patch(backward_pass_autocast="off"):
-        assert warned(set_module_precision(nn.Linear(4, 4), "fp32"), torch.autocast("cpu"), 1) == []
-    assert warned(set_module_precision(nn.Linear(4, 4), "bf16"), torch.autocast("cpu"), 1) == []
-    for region in (autocast("cpu"), autocast("cpu", enabled=False)):
-        assert warned(set_module_precision(nn.Linear(4, 4), "fp32"), region, 1) == []
+        assert warned(head, torch.autocast("cpu"), 1) == []
+    half_precision_head = set_module_precision(nn.Linear(4, 4), "bf16")
+    assert warned(half_precision_head, torch.autocast("cpu"), 1) == []
+    assert warned(head, autocast("cpu"), 1) == []
+    assert warned(head, autocast("cpu", enabled=False), 1) == []
 
 
 @pytest.mark.usefixtures("none_warned")

@@ -54,22 +54,20 @@ def test_threads_that_share_a_function_keep_their_own_state():
             return product()
 
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(under_float16)
+        dtype = pool.submit(under_float16)
         assert entered.wait(10)
         shared(False)
         leave.set()
-        assert found.result() is FP16
+        assert dtype.result() is FP16
 
 
 def test_nested_regions_of_two_dtypes_may_share_a_weight():
     weight = torch.ones(2, 2, requires_grad=True)
-    found = []
     with autocast("cpu", FP16):
-        found.append(torch.mm(X, weight).dtype)
+        assert torch.mm(X, weight).dtype is FP16
         with autocast("cpu", BF16):
-            found.append(torch.mm(X, weight).dtype)
-        found.append(torch.mm(X, weight).dtype)
-    assert found == [FP16, BF16, FP16]
+            assert torch.mm(X, weight).dtype is BF16
+        assert torch.mm(X, weight).dtype is FP16
 
 
 def test_a_region_inside_torchs_region_of_another_dtype_makes_its_own_casts():
@@ -84,81 +82,93 @@ def test_a_region_inside_torchs_region_of_another_dtype_makes_its_own_casts():
     assert dtypes == [BF16, FP16, BF16]
 
 
-def test_the_cache_is_the_threads_unless_given_and_as_it_was_afterwards():
-    for outer in (True, False):
-        with autocast("cpu", cache_enabled=outer):
-            with autocast("cpu", cache_enabled=not outer):
-                assert torch.is_autocast_cache_enabled() is not outer
-            with autocast("cpu"):
-                assert torch.is_autocast_cache_enabled() is outer
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_region_inherits_the_cache_setting_unless_it_has_an_argument(outer):
+    with autocast("cpu", cache_enabled=outer):
+        with autocast("cpu", cache_enabled=not outer):
+            assert torch.is_autocast_cache_enabled() is not outer
+        with autocast("cpu"):
             assert torch.is_autocast_cache_enabled() is outer
+        assert torch.is_autocast_cache_enabled() is outer
 
 
 @on_ranks(1)
 def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass():
-    """In a process of its own: an op that any region has listed is not cached there again."""
+    """A new process is needed, because torch does not cache casts of an op that a region listed."""
     weight = torch.ones(1, 1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     with autocast("cpu"):
-        for wanted in (1.0, 0.0, -1.0):
+        for expected in (1.0, 0.0, -1.0):
             out = torch.mm(torch.ones(1, 1), weight)
-            assert out.item() == wanted
+            assert out.item() == expected
             out.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-def left(region: autocast) -> bool:
-    """Whether leaving it leaves the thread's state as it is."""
-    before = AutocastState.capture(), thread_state()
+def exit_changes_nothing(region: autocast) -> bool:
+    """Leave a region; return whether the state of the thread is unchanged."""
+    state, settings = AutocastState.capture(), thread_state()
     region.__exit__(None, None, None)
-    return (AutocastState.capture(), thread_state()) == before
+    return AutocastState.capture() == state and thread_state() == settings
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu")])
 def test_leaving_pops_to_itself_and_what_the_thread_is_not_in_is_not_left(devices):
-    before = AutocastState.capture(), thread_state()
+    state, settings = AutocastState.capture(), thread_state()
     outer = autocast(devices[0], FP16, enabled=devices[0] == "cpu", cache_enabled=False)
     inner = autocast(devices[1], BF16, enabled=devices[1] == "cpu", ops=OpLists(fp32={"softmax"}))
-    assert left(outer)
+    assert exit_changes_nothing(outer), "the thread has not entered it"
     outer.__enter__()
     inner.__enter__()
-    assert in_thread(lambda: left(inner))
-    outer.__exit__(None, None, None)  # out of order
-    assert (AutocastState.capture(), thread_state()) == before
-    assert left(inner)
+    assert in_thread(lambda: exit_changes_nothing(inner)), "another thread has not entered it"
+    outer.__exit__(None, None, None)
+    assert AutocastState.capture() == state, "the exit of the outer region leaves the inner one too"
+    assert thread_state() == settings
+    assert exit_changes_nothing(inner)
 
 
 def _casts(between: str) -> int:
-    """How often one weight is cast in eight calls of a model, each in something of its own."""
-    weight, found = torch.nn.Parameter(torch.ones(2, 2)), []
-    with torch.autograd.profiler.profile() as seen, autocast("cpu", BF16) as region:
-        around = {
-            "state": AutocastState.wrap(torch.mm),
-            "again": region(torch.mm),
-            "another type's": autocast("xpu", FP16, enabled=False)(torch.mm),
-        }[between]
-        for call in (*[around] * 8, torch.mm):
-            found.append(call(X, weight).dtype)
-    assert set(found) == {BF16}
-    return sum(each.name == "aten::_to_copy" for each in seen.function_events)
+    """Call a product eight times in an inner state or region, and once outside; count the casts."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with torch.autograd.profiler.profile() as profile, autocast("cpu", BF16) as region:
+        if between == "state":
+            inner = AutocastState.wrap(torch.mm)
+        elif between == "again":
+            inner = region(torch.mm)
+        else:
+            inner = autocast("xpu", FP16, enabled=False)(torch.mm)
+        for _ in range(8):
+            assert inner(X, weight).dtype is BF16
+        assert torch.mm(X, weight).dtype is BF16
+    return sum(event.name == "aten::_to_copy" for event in profile.function_events)
 
 
 @pytest.mark.parametrize("between", ["state", "again", "another type's"])
 def test_one_weight_is_cast_once_for_many_calls_in_a_region(ranks, between):
-    # In a process of its own: an op that any region has listed is not cached there again.
+    # A new process is needed, because torch does not cache casts of an op that a region listed.
     (casts,) = ranks(1).run(_casts, between, group="fresh")
-    assert casts == 1 + 9  # the weight, and an input for each call
+    casts_of_weight, casts_of_inputs = 1, 9
+    assert casts == casts_of_weight + casts_of_inputs
 
 
-def test_a_region_answers_to_torchs_names_and_is_torchs_by_its_name(monkeypatch):
+def regions_with(cls: Any) -> list[Any]:
+    """Make a region with all arguments and one with none, while the default dtype is float16."""
     torch.set_autocast_dtype("cpu", FP16)
-    made = [(cls("cpu", None, False, False), cls("cpu")) for cls in (autocast, torch.autocast)]
+    regions = [cls("cpu", None, False, False), cls("cpu")]
     torch.set_autocast_dtype("cpu", BF16)
-    for ours, theirs in zip(*made, strict=True):
-        assert isinstance(ours, torch.amp.autocast)
-        for name in ("device", "fast_dtype", "_enabled", "_cache_enabled"):
-            assert getattr(ours, name) == getattr(theirs, name)
+    return regions
+
+
+@pytest.mark.parametrize("name", ["device", "fast_dtype", "_enabled", "_cache_enabled"])
+def test_a_region_has_the_attributes_of_torchs_region(name):
+    torch_regions = regions_with(torch.autocast)
+    for region, torch_region in zip(regions_with(autocast), torch_regions, strict=True):
+        assert isinstance(region, torch.amp.autocast)
+        assert getattr(region, name) == getattr(torch_region, name)
+
+
+def test_the_class_can_replace_torchs(monkeypatch):
     for owner in (torch, torch.amp):
         monkeypatch.setattr(owner, "autocast", autocast)
     with torch.autocast("cpu"):
@@ -167,13 +177,15 @@ def test_a_region_answers_to_torchs_names_and_is_torchs_by_its_name(monkeypatch)
             assert product() is FP32
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
-)
-def test_a_region_can_be_copied_and_pickled_while_entered(copied):
+def pickled(region: autocast) -> autocast:
+    return pickle.loads(pickle.dumps(region))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickled])
+def test_a_region_can_be_copied_and_pickled_while_entered(copy_of):
     with autocast("cpu", FP16) as region:
-        other = copied(region)
-    with other:
+        twin = copy_of(region)
+    with twin:
         assert product() is FP16
 
 
@@ -197,7 +209,7 @@ def test_functions_methods_and_modules_can_be_decorated():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "says"),
+    ("call", "error", "message"),
     [
         (
             lambda: autocast(torch.device("cpu")),  # type: ignore[arg-type]
@@ -216,8 +228,8 @@ def test_functions_methods_and_modules_can_be_decorated():
         (lambda: autocast("cpu", ops={"linear"}), TypeError, "OpLists"),
     ],
 )
-def test_wrong_arguments_are_refused(call, error, says):
-    with pytest.raises(error, match=says):
+def test_wrong_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -234,26 +246,26 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CU
     ],
 )
 def test_what_torch_disables_with_a_warning_is_disabled_each_time(device_type, dtype):
-    with pytest.warns(UserWarning, match="isabl") as theirs:
+    with pytest.warns(UserWarning, match="isabl") as warnings_of_torch:
         torch.autocast(device_type, dtype)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="isabl") as ours, autocast(device_type, dtype):
+        with pytest.warns(UserWarning, match="isabl") as caught, autocast(device_type, dtype):
             assert not torch.is_autocast_enabled(device_type)
-        assert str(ours[0].message) == str(theirs[0].message)
+        assert str(caught[0].message) == str(warnings_of_torch[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autocast(device_type, dtype, enabled=False)
 
 
 def regions_made(*arguments: object) -> tuple[list[bool], list[str]]:
-    """Make torch's region and ours; whether each is enabled, and the warnings of ours."""
+    """Make a region of each class; return whether they are enabled, and the warnings of ours."""
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        theirs = torch.autocast(*arguments)  # type: ignore[arg-type]
+        torch_region = torch.autocast(*arguments)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = autocast(*arguments)  # type: ignore[arg-type]
-    return [ours._enabled, theirs._enabled], [str(warning.message) for warning in caught]
+        region = autocast(*arguments)  # type: ignore[arg-type]
+    return [region._enabled, torch_region._enabled], [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("present_first", [True, False])
@@ -261,7 +273,7 @@ def regions_made(*arguments: object) -> tuple[list[bool], list[str]]:
 def test_a_region_asks_each_time_whether_there_is_a_cuda_device(monkeypatch, dtype, present_first):
     for present in (present_first, not present_first) * 2:
         with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_available", lambda there=present: there)
+            patch.setattr(torch.cuda, "is_available", lambda present=present: present)
             patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
             enabled, messages = regions_made("cuda", dtype)
         assert enabled == [present, present]
@@ -320,7 +332,7 @@ def current_dtypes() -> tuple[torch.dtype, torch.dtype]:
 
 
 def dtypes_inside(names: tuple[str, ...]) -> list[tuple[torch.dtype, torch.dtype]]:
-    """Enter regions in each other; return the dtypes outside and in each of them."""
+    """Enter regions in each other; return the dtypes outside and in every region."""
     outside = current_dtypes()
     if not names:
         return [outside]
