@@ -22,37 +22,50 @@ X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 LISTS = OpLists(fp32={"matmul", "linear"}, lower_precision={"layer_norm"})
 
 
-Subclass = type("Subclass", (autocast,), {})  # As frameworks have.
+class Subclass(autocast):
+    """A subclass, as frameworks have one."""
 
 
 class Regions(nn.Module):
-    """A region that forward makes, and one that it found."""
+    """Products in a region of ``forward``, in a region of ``__init__``, and outside."""
 
-    def __init__(self, cls: Any, **options: Any) -> None:
+    def __init__(self, region_class: Any, **options: Any) -> None:
         super().__init__()
-        self.made, self.found = lambda: cls("cpu", **options), cls("cpu", **options)
+        self.new_region = lambda: region_class("cpu", **options)
+        self.region = region_class("cpu", **options)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        with self.made():
-            made = x @ x
-        with self.found:
-            found = x @ x
-        return made, found, x @ x
-
-
-HOW: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
-    "compiled": lambda it: torch.compile(it, backend="aot_eager", fullgraph=True),
-    "exported": lambda it: torch.export.export(it, (X,)).module(),
-    "exported strict": lambda it: torch.export.export(it, (X,), strict=True).module(),
-    "traced": lambda it: torch.jit.trace(it, X),
-}
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with self.new_region():
+            in_new_region = x @ x
+        with self.region:
+            in_region = x @ x
+        return in_new_region, in_region, x @ x
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_regions_are_part_of_the_graph(how):
-    if torch.__version__ < "2.12" and how in ("compiled", "exported strict"):
+def compile_whole(module: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
+
+
+def export(module: nn.Module) -> Callable[..., Any]:
+    return torch.export.export(module, (X,)).module()
+
+
+def export_strictly(module: nn.Module) -> Callable[..., Any]:
+    return torch.export.export(module, (X,), strict=True).module()
+
+
+def trace(module: nn.Module) -> Callable[..., Any]:
+    return torch.jit.trace(module, X)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("transform", [compile_whole, export, export_strictly, trace])
+def test_regions_are_part_of_the_graph(transform):
+    if torch.__version__ < "2.12" and transform in (compile_whole, export_strictly):
         pytest.skip("torch 2.11 breaks the graph where a subclass of its region is made")
-    assert [each.dtype for each in HOW[how](Regions(autocast))(X)] == [BF16, BF16, FP32]
+    in_new_region, in_region, outside = transform(Regions(autocast))(X)
+    assert in_new_region.dtype is BF16
+    assert in_region.dtype is BF16
+    assert outside.dtype is FP32
 
 
 def test_a_region_goes_on_after_a_graph_break():
@@ -63,11 +76,13 @@ def test_a_region_goes_on_after_a_graph_break():
             second = x @ x
         return first, second, x @ x
 
-    out = torch.compile(fn, backend="eager")(X)
-    assert [each.dtype for each in out] == [BF16, BF16, FP32]
+    first, second, outside = torch.compile(fn, backend="eager")(X)
+    assert first.dtype is BF16
+    assert second.dtype is BF16
+    assert outside.dtype is FP32
 
 
-def applying(x: Tensor) -> Tensor:
+def apply_state(x: Tensor) -> Tensor:
     with STATE.apply():
         return x @ x
 
@@ -75,25 +90,30 @@ def applying(x: Tensor) -> Tensor:
 with autocast("cpu", ops=LISTS):
     STATE = AutocastState.capture()
     PROPAGATED = AutocastState.wrap(lambda x: x @ x)
-INSIDE: dict[str, Callable[[Tensor], Any]] = {
-    "regions with lists": Regions(autocast, ops=LISTS),
-    "a subclass": Regions(Subclass, ops=LISTS),
-    "a state": applying,
-    "a propagated function": PROPAGATED,
-}
+#: Functions that change the op lists of the thread while they run.
+LIST_USERS = [
+    pytest.param(Regions(autocast, ops=LISTS), id="regions with lists"),
+    pytest.param(Regions(Subclass, ops=LISTS), id="a subclass"),
+    pytest.param(apply_state, id="a state"),
+    pytest.param(PROPAGATED, id="a propagated function"),
+]
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_what_is_the_threads_breaks_a_graph_and_is_refused_in_a_whole_one(name):
+@pytest.mark.parametrize("function", LIST_USERS)
+def test_a_change_of_lists_in_a_compiled_function_breaks_its_graph(function):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Guards may run slower")
-        out = torch.compile(INSIDE[name], backend="eager")(X)
-    assert (out if isinstance(out, Tensor) else out[0]).dtype is FP32
-    assert isinstance(out, Tensor) or out[1].dtype is FP32
-    torch._dynamo.reset()
+        out = torch.compile(function, backend="eager")(X)
+    products = [out] if isinstance(out, Tensor) else out[:2]
+    for product in products:
+        assert product.dtype is FP32
+
+
+@pytest.mark.parametrize("function", LIST_USERS)
+def test_a_change_of_lists_in_a_whole_graph_is_refused(function):
     with pytest.raises(torch._dynamo.exc.Unsupported, match="around the call"):
-        torch.compile(INSIDE[name], backend="eager", fullgraph=True)(X)
+        torch.compile(function, backend="eager", fullgraph=True)(X)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -119,26 +139,38 @@ def branches(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 1e6, lambda x: x @ x, lambda x: (x @ x).sin(), (x,))
 
 
-INNER: dict[str, Callable[[Tensor], Tensor]] = {
-    "cond": branches,
-    "vmap": lambda x: torch.vmap(F.linear, (0, None))(x, x),
-    "grad": lambda x: torch.func.grad(lambda w: F.linear(x, w).sum())(x),
-    "gradient of a branch": lambda x: torch.autograd.grad(
-        branches(leaf := x.clone().requires_grad_()).sum(), leaf
-    )[0],
-}
+def batched_linear(x: Tensor) -> Tensor:
+    return torch.vmap(F.linear, (0, None))(x, x)
 
 
-@pytest.mark.parametrize(("name", "whole"), [*((name, False) for name in INNER), ("cond", True)])
-def test_what_a_function_contains_follows_the_lists(name, whole):
-    fn = INNER[name]
-    run = torch.compile(fn, backend="aot_eager", fullgraph=True) if whole else fn
+def gradient_of_linear(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda weight: F.linear(x, weight).sum())(x)  # type: ignore[no-any-return]
+
+
+def gradient_of_branches(x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(branches(leaf).sum(), leaf)
+    return grad
+
+
+@pytest.mark.parametrize(
+    ("function", "compiled"),
+    [
+        pytest.param(branches, False, id="cond"),
+        pytest.param(batched_linear, False, id="vmap"),
+        pytest.param(gradient_of_linear, False, id="grad"),
+        pytest.param(gradient_of_branches, False, id="gradient of cond"),
+        pytest.param(branches, True, id="compiled cond"),
+    ],
+)
+def test_functions_inside_torchs_transforms_follow_the_lists(function, compiled):
     with autocast("cpu", enabled=False):
-        want = fn(X)
+        expected = function(X)
+    call = compile_whole(function) if compiled else function
     with autocast("cpu", ops=LISTS):
-        got = run(X)
-    # In fp32 to the last bits; in bf16 it would differ by about one part in a hundred.
-    torch.testing.assert_close(got.float(), want, rtol=1e-5, atol=1e-5)
+        out = call(X)
+    # A result in bf16 would differ by about one part in a hundred.
+    torch.testing.assert_close(out.float(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_export_that_would_drop_the_lists_of_a_region_is_refused():

@@ -1,8 +1,11 @@
-"""Mistakes that a CPU cannot show, made on purpose: each is found, and without it all is well.
+"""Mistakes that a CPU cannot show are found on the simulated device.
 
-Every function makes the mistake or not, and returns what a test can see of it. Each mistake shows
-under the schedules named beside it; the right way gives the right numbers under every schedule.
+Every function takes ``fault``, makes its mistake or not, and returns a number. A mistake gives a
+wrong number under the schedules in ``FAULTS``. Correct code gives the same number under every
+schedule.
 """
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ SCHEDULES = [(LATE, 0), (OTHERS, 0), ("eager", 0), ("random", 1)]
 
 
 def missing_wait_stream(fault: bool) -> float:
-    """A second stream reads what the first has not yet written."""
+    """Read memory on a second stream before the first has written it."""
     main, side = torch.accelerator.current_stream(), torch.Stream("sim")
     x = torch.full((64,), 3.0, device="sim")
     if not fault:
@@ -30,7 +33,7 @@ def missing_wait_stream(fault: bool) -> float:
 
 
 def missing_record_stream(fault: bool) -> float:
-    """Memory that a second stream still reads is freed, and the first stream uses it again."""
+    """Free memory that a second stream still reads, so that the first stream uses it again."""
     main, side = torch.accelerator.current_stream(), torch.Stream("sim")
     x = torch.full((64,), 3.0, device="sim")
     side.wait_stream(main)
@@ -39,15 +42,15 @@ def missing_record_stream(fault: bool) -> float:
     if not fault:
         x.record_stream(side)
     del x
-    other = torch.full((64,), 9.0, device="sim")
-    del other
+    overwrite = torch.full((64,), 9.0, device="sim")
+    del overwrite
     main.synchronize()
     main.wait_stream(side)
     return y.sum().item() / 64
 
 
 def future_without_its_device(fault: bool) -> float:
-    """A hook's future says nothing of its device, so DDP reads the bucket before it is reduced."""
+    """Return a future without a device from a hook, so that DDP reads the bucket too early."""
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False).to(here()))
     side = torch.Stream(here())
@@ -66,7 +69,7 @@ def future_without_its_device(fault: bool) -> float:
 
 
 def buffer_of_a_collective_used_too_soon(fault: bool) -> float:
-    """A buffer is written to while the collective that fills it is under way."""
+    """Write to a buffer while a collective fills it."""
     buffer = torch.full((4,), 1.0, device="sim")
     work = dist.all_reduce(buffer, async_op=True)
     if not fault:
@@ -76,8 +79,8 @@ def buffer_of_a_collective_used_too_soon(fault: bool) -> float:
     return buffer.mean().item()
 
 
-# How many ranks, the right result, and where the mistake shows.
-FAULTS = {
+# The number of ranks, the correct result, and the schedules that show the mistake.
+FAULTS: dict[Callable[[bool], float], tuple[int, float, list[str]]] = {
     missing_wait_stream: (1, 6.0, [LATE]),
     missing_record_stream: (1, 6.0, [LATE, OTHERS]),
     future_without_its_device: (2, 1.5, [LATE, OTHERS]),
@@ -85,34 +88,44 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_found_and_without_it_every_schedule_is_right(sim_ranks, fault):
-    size, right, schedules = FAULTS[fault]
-    pool = sim_ranks(size)
+def name_of(function: Callable[[bool], float]) -> str:
+    return function.__name__
+
+
+@pytest.mark.parametrize("function", FAULTS, ids=name_of)
+def test_a_fault_gives_a_wrong_result_on_every_rank(sim_ranks, function):
+    world_size, expected, schedules = FAULTS[function]
     for schedule in schedules:
-        assert right not in pool.run(fault, True, schedule=schedule)
+        results = sim_ranks(world_size).run(function, True, schedule=schedule)
+        assert expected not in results, schedule
+
+
+@pytest.mark.parametrize("function", FAULTS, ids=name_of)
+def test_correct_code_gives_the_same_result_under_every_schedule(sim_ranks, function):
+    world_size, expected, _ = FAULTS[function]
     for schedule, seed in SCHEDULES:
-        assert pool.run(fault, False, schedule=schedule, seed=seed) == [right] * size
+        results = sim_ranks(world_size).run(function, False, schedule=schedule, seed=seed)
+        assert results == [expected] * world_size, schedule
 
 
-def _another_order(fault: bool) -> list[float]:
-    """One rank reduces and then gathers, the other gathers and then reduces."""
+def reduce_and_gather(fault: bool) -> list[float]:
+    """Reduce and then gather; with the fault, rank 1 gathers first."""
     reduced, gathered = torch.full((4,), 1.0, device="sim"), torch.empty(4, device="sim")
-    mine = torch.full((2,), 1.0 + dist.get_rank(), device="sim")
-    calls = [
-        lambda: dist.all_reduce(reduced),
-        lambda: dist.all_gather_into_tensor(gathered, mine),
-    ]
-    for call in reversed(calls) if fault and dist.get_rank() else calls:
-        call()
+    shard = torch.full((2,), 1.0 + dist.get_rank(), device="sim")
+    if fault and dist.get_rank() == 1:
+        dist.all_gather_into_tensor(gathered, shard)
+        dist.all_reduce(reduced)
+    else:
+        dist.all_reduce(reduced)
+        dist.all_gather_into_tensor(gathered, shard)
     return (reduced + gathered).tolist()
 
 
-def test_collectives_in_another_order_are_named_on_every_rank(sim2):
-    assert sim2.run(_another_order, False) == [[3.0, 3.0, 4.0, 4.0]] * 2
+def test_collectives_inreduce_and_gather_are_named_on_every_rank(sim2):
+    assert sim2.run(reduce_and_gather, False) == [[3.0, 3.0, 4.0, 4.0]] * 2
     expected = (
         r"rank 0, 1 raised(.|\n)*number 1 of this group is all_reduce\(SUM, Float\[4\]\) "
         r"on rank 0 and all_gather_into_tensor\(Float\[2\]\) on rank 1"
     )
     with pytest.raises(RankError, match=expected):
-        sim2.run(_another_order, True, group="fresh")
+        sim2.run(reduce_and_gather, True, group="fresh")
