@@ -1,5 +1,5 @@
-"""What every test of reports leaves behind: the thread's autocast state as it found it."""
+"""Fixtures of the report tests: each test must restore the thread's autocast state."""
 
-from tests.autocast.conftest import _nothing_leaks, fresh_dynamo
+from tests.autocast.conftest import _state_is_restored, fresh_dynamo
 
-__all__ = ["_nothing_leaks", "fresh_dynamo"]
+__all__ = ["_state_is_restored", "fresh_dynamo"]
