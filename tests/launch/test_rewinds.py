@@ -11,12 +11,13 @@ from launch.program import UsageError
 from tests.launch import jobs
 from tests.launch.faults import Faults
 
+slow = pytest.mark.slow
 STEPS = 24
-FLAGS = (
-    *(*jobs.TINY, "--precision", "bf16", "--schedule", "constant", "--ema", 0.9),
-    *("--check-replicas-every", 2, "--on-mismatch", "raise", "--rewind-every", 4),
-    *("--max-rewinds", 9, "--save-every", STEPS, "--eval-every", STEPS),
-)
+REWINDING = f"""
+--precision bf16 --schedule constant --ema 0.9 --check-replicas-every 2 --on-mismatch raise
+--rewind-every 4 --max-rewinds 9 --save-every {STEPS} --eval-every {STEPS}
+"""
+FLAGS = (*jobs.TINY, *REWINDING.split())
 
 
 def train_with(folder: Path, planted: dict[str, Any], *args: Any) -> jobs.Rows:
@@ -31,29 +32,29 @@ def train_with(folder: Path, planted: dict[str, Any], *args: Any) -> jobs.Rows:
 @pytest.mark.parametrize(
     ("planted", "error"),
     [
-        ({"nan": [11]}, "NonFiniteWeightsError"),
-        ({"flip": [6]}, "ReplicaMismatchError"),
-        ({"poison": [14, 15, 16]}, "NonFiniteGradientsError"),
-        ({"nan": [2, 17], "flip": [10]}, "NonFiniteWeightsError"),
+        pytest.param({"nan": [11]}, "NonFiniteWeightsError", id="nan update", marks=slow),
+        pytest.param({"flip": [6]}, "ReplicaMismatchError", id="flipped bit", marks=slow),
+        pytest.param({"poison": [14, 15, 16]}, "NonFiniteGradientsError", id="poisoned batches"),
+        pytest.param({"nan": [2, 17], "flip": [10]}, "NonFiniteWeightsError", id="several"),
     ],
-    ids=["nan update", "flipped bit", "poisoned batches", "several"],
 )
 def test_a_run_that_goes_back_equals_a_run_without_the_batches_it_passed_over(
     ranks2, text, tmp_path, planted, error
 ):
     args = ("--data", text, *FLAGS)
-    rows = ranks2.run(train_with, tmp_path / "faults", planted, *args, "--steps", STEPS)[0]
+    faulty_run = tmp_path / "faults"
+    rows = ranks2.run(train_with, faulty_run, planted, *args, "--steps", STEPS)[0]
+    rewinds = [row for row in rows if "rewound" in row]
+    assert rewinds[-1]["error"] == error
     dropped = jobs.passed_over(rows)
-    assert [row["error"] for row in rows if "rewound" in row][-1] == error
+    clean_run = tmp_path / "clean"
     steps = STEPS - len(dropped)
-    others = {"dropped": dropped}
-    ranks2.run(
-        train_with, tmp_path / "clean", others, *args, "--steps", steps, "--save-every", steps
-    )
+    length = ("--steps", steps, "--save-every", steps)
+    ranks2.run(train_with, clean_run, {"dropped": dropped}, *args, *length)
     for kind in ("model.", "ema.", "optimizer."):
-        with_faults = jobs.weights(tmp_path / "faults", STEPS, kind)
-        without = jobs.weights(tmp_path / "clean", steps, kind)
-        assert torch.equal(with_faults, without)
+        rewound = jobs.weights(faulty_run, STEPS, kind)
+        expected = jobs.weights(clean_run, steps, kind)
+        assert torch.equal(rewound, expected)
 
 
 def test_without_the_flag_the_run_ends(ranks2, text, tmp_path):
@@ -68,14 +69,21 @@ def test_after_the_last_rewind_the_run_ends(text, tmp_path):
         train_with(tmp_path / "run", {"nan": [5, 11]}, *args)
 
 
+def training_records(rows: jobs.Rows) -> jobs.Rows:
+    """Return the records of steps, without the records of rewinds and evaluations."""
+    return [row for row in rows if "loss" in row]
+
+
 def test_a_run_that_was_resumed_after_a_rewind_has_the_same_end(text, tmp_path):
+    planted = {"nan": [11]}
     args = ("--data", text, *FLAGS, "--save-every", 8)
-    whole = train_with(tmp_path / "whole", {"nan": [11]}, *args, "--steps", STEPS)
+    uninterrupted = train_with(tmp_path / "uninterrupted", planted, *args, "--steps", STEPS)
+    # The fault wrote this file so that it does not strike a second time.
     (tmp_path / "nan-11").unlink()
-    train_with(tmp_path / "parts", {"nan": [11]}, *args, "--steps", 16)
-    resume = ("--resume", tmp_path / "parts", "--steps", STEPS)
-    parts = train_with(tmp_path / "parts", {"nan": [11]}, *resume)
-    assert [row for row in parts if "loss" in row] == [row for row in whole if "loss" in row]
+    run = tmp_path / "resumed"
+    train_with(run, planted, *args, "--steps", 16)
+    resumed = train_with(run, planted, "--resume", run, "--steps", STEPS)
+    assert training_records(resumed) == training_records(uninterrupted)
 
 
 def test_no_checkpoint_is_written_of_weights_with_nan(text, tmp_path):
