@@ -1,4 +1,4 @@
-"""The text that runs are trained on, and a tokenizer for it."""
+"""Fixtures of the launcher: a text to train on, and a tokenizer for it."""
 
 from pathlib import Path
 
@@ -14,12 +14,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file in ``tmp_path``; its tokens are kept beside it."""
+    """A tokenizer file in ``tmp_path``. The cache of its tokens is in ``tmp_path`` too."""
     tokenizers = pytest.importorskip("tokenizers")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.train([str(text)], tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    made.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    tokenizer.train([str(text)], trainer)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

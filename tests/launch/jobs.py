@@ -1,4 +1,4 @@
-"""Start the launcher as its users do, or call it on the pool's ranks, and read what it leaves."""
+"""Run the launcher in this process or on the ranks of a pool, and read the records of a run."""
 
 import contextlib
 import io
@@ -26,52 +26,63 @@ SHORT = (
     *("--seq-len", 16, "--global-batch-size", 8, "--eval-examples", 16),
     *("--warmup", 3, "--lr", 1e-2),
 )
-# The same with a gpt so small that the processes' start is most of a run.
+# The flags of a short run of a gpt so small that starting the processes is most of its time.
 TINY = ("--layers", 2, "--d-model", 16, "--heads", 4, *SHORT)
-# In fp16, with steps that overflow at the start and whenever the scale has grown.
+# Flags of a run in fp16 whose steps overflow at the start and whenever the scale has grown.
 FP16 = ("--precision", "fp16", "--init-scale", 2.0**26, "--growth-interval", 2)
-# No run here takes a tenth of this, but on a machine that has much else to do.
+# No run takes a tenth of this time on a quiet machine. A busy machine may need more.
 TIMEOUT_S = 300.0
 
 Rows = list[dict[str, Any]]
 
 
 def text_file(folder: Path) -> Path:
-    """A text of 32 KB with something to learn in it."""
+    """Write a text of 32 KB with a pattern to learn, and return its path."""
     path = folder / "text.txt"
-    rows = (f"row {i}: {i} times {i % 7} is {i * (i % 7)}\n" for i in range(1920))
+    rows = []
+    for number in range(1920):
+        factor = number % 7
+        rows.append(f"row {number}: {number} times {factor} is {number * factor}\n")
     path.write_text("".join(rows)[: 32 * 1024])
     return path
 
 
 def train(folder: Path, *runs: Sequence[object]) -> Rows:
-    """Do one run after the other in one folder, on this rank; return its records."""
+    """Start runs in one folder one after another on this rank, and return the records."""
     for args in runs:
-        with here():
-            run(parse([*map(str, args), "--run-dir", str(folder)]), lambda: (False, math.inf))
+        with pool_rank():
+            _run_without_time_limit(*args, "--run-dir", folder)
         if dist.is_initialized():
             dist.barrier()
     return records(folder)
 
 
 def refusal(*args: object) -> str:
-    """The line with which a run is refused."""
+    """Return the message with which the launcher refuses a run."""
     try:
-        with here():
-            run(parse([*map(str, args)]), lambda: (False, math.inf))
+        with pool_rank():
+            _run_without_time_limit(*args)
     except UsageError as error:
         return str(error)
     return "was not refused"
 
 
+def _run_without_time_limit(*args: object) -> None:
+    config = parse([str(arg) for arg in args])
+    run(config, lambda: (False, math.inf))
+
+
 @contextlib.contextmanager
-def here() -> Iterator[io.StringIO]:
-    """Be a rank of torchrun's, whose words are kept; nothing is drawn, which takes longest."""
+def pool_rank() -> Iterator[io.StringIO]:
+    """Let the launcher see this rank of a pool as a rank of torchrun, and return its output.
+
+    The launcher draws no pictures meanwhile, because a picture takes longer than a run.
+    """
     rank = {}
     if dist.is_initialized():
         rank = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with (
-        mock.patch("launch.train.process_group", joined),
+        mock.patch("launch.train.process_group", pool_group),
         mock.patch("launch.metrics.draw_figure"),
         mock.patch.dict(os.environ, rank),
         contextlib.redirect_stdout(io.StringIO()) as printed,
@@ -80,10 +91,11 @@ def here() -> Iterator[io.StringIO]:
 
 
 @contextlib.contextmanager
-def joined(config: object) -> Iterator[None]:
-    """The pool's group, in place of one of the run's own."""
+def pool_group(config: object) -> Iterator[None]:
+    """Use the process group of the pool instead of a new group."""
     if dist.is_initialized():
-        dist.barrier()  # as making a group does: each rank has looked at the run's folder
+        # The creation of a group would wait until every rank has read the folder of the run.
+        dist.barrier()
     yield
 
 
@@ -96,14 +108,20 @@ def until(folder: Path, step: int) -> None:
 
 
 def records(folder: Path) -> Rows:
-    """What a run has recorded, but for what depends on the machine's load."""
+    """Return the records of a run, without the speed, which depends on the load of the machine."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+    if not path.exists():
+        return []
+    # The run may be writing its last line at this moment.
+    complete_lines = path.read_text().split("\n")[:-1]
+    rows = [json.loads(line) for line in complete_lines]
+    for row in rows:
+        row.pop("tokens_per_second", None)
+    return rows
 
 
 def losses(rows: Rows) -> list[float]:
+    """Return the training losses of the records."""
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -117,12 +135,13 @@ def passed_over(rows: Rows) -> list[int]:
 
 
 def weights(run: Path, step: int, kind: str = "model.") -> torch.Tensor:
+    """Return the tensors of one kind in a checkpoint, flattened into one."""
     reader = dcp.FileSystemReader(run / "checkpoints" / f"step-{step:08d}")
     saved = reader.read_metadata().state_dict_metadata
-    found: dict[str, torch.Tensor] = {}
-    for name, about in saved.items():
-        if name.startswith(kind) and hasattr(about, "size"):
-            found[name] = torch.empty(about.size)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, metadata in saved.items():
+        if name.startswith(kind) and hasattr(metadata, "size"):
+            tensors[name] = torch.empty(metadata.size)
     with warnings.catch_warnings(action="ignore"):
-        dcp.load(found, storage_reader=reader)
-    return torch.cat([found[name].flatten() for name in sorted(found)])
+        dcp.load(tensors, storage_reader=reader)
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])

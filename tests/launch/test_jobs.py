@@ -70,7 +70,7 @@ def check_stop(run: Path, args: Sequence[object]) -> int:
 
     if dist.get_rank() == 1:
         threading.Thread(target=ask, daemon=True).start()
-    with jobs.here():
+    with jobs.pool_rank():
         return main([*map(str, args), "--run-dir", str(run)])
 
 
@@ -89,7 +89,7 @@ def outlives_torchrun(run: Path, args: Sequence[object]) -> bool:
         if os.fork() == 0:
             os.environ["TORCHELASTIC_RUN_ID"] = "none"
             os.write(there, str(os.getpid()).encode())
-            with jobs.here():
+            with jobs.pool_rank():
                 main([*map(str, args), "--run-dir", str(run)])
             os._exit(0)
         time.sleep(jobs.TIMEOUT_S)

@@ -34,7 +34,7 @@ def print_run(
     """Return the output of a run without a terminal. Its clock reads the seconds in turn."""
     remaining = iter(seconds)
     words = [str(arg) for arg in args]
-    with jobs.here() as printed:
+    with jobs.pool_rank() as printed:
         config = parse([*words, "--run-dir", str(folder)])
         run(config, lambda: (False, next(remaining)))
     return printed.getvalue()
