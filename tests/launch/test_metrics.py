@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.config import Config, parse
+from launch.config import parse
 from launch.data import load_data
 from launch.folder import list_checkpoints
 from launch.job import Job, make_job
@@ -41,10 +41,12 @@ def print_run(
 
 
 def list_skips(rows: jobs.Rows) -> list[int]:
+    """Return the numbers of the skipped steps."""
     return [row["step"] for row in rows if not row.get("taken", True)]
 
 
 def list_steps(rows: jobs.Rows) -> jobs.Rows:
+    """Return the records of training steps."""
     return [row for row in rows if "loss" in row]
 
 
@@ -84,7 +86,7 @@ def test_log_file_has_a_line_for_each_record(skipping_run):
     assert printed.count("checkpoint written") == 1
     lines = [line for line in printed.splitlines() if "tokens/s" in line]
     rows = list_steps(jobs.records(folder))
-    assert len(lines) == len(rows) == 12
+    assert len(rows) == 12
     for line, row in zip(lines, rows, strict=True):
         assert line.startswith(f"step {row['step']:>2}/12  loss {row['loss']:.4f}  ")
         assert f"lr {row['learning_rate']:.3g} " in line
@@ -120,18 +122,26 @@ def test_a_record_lists_the_skipped_steps_since_the_record_before_it(text, tmp_p
     assert skipped
     printed = print_run(tmp_path / "sixth steps", *args, "--log-every", 6)
     first, second = list_steps(jobs.records(tmp_path / "sixth steps"))
-    assert (first["step"], second["step"]) == (6, 12)
+    assert first["step"] == 6
+    assert second["step"] == 12
     assert first["skipped_steps"] + second["skipped_steps"] == skipped
-    earlier = ", ".join(str(step) for step in skipped if step < 6)
+    earlier_steps = [str(step) for step in skipped if step < 6]
+    earlier = ", ".join(earlier_steps)
     assert f"SKIPPED since the last line: steps {earlier}" in printed
     assert f"skipped {len(skipped)} on every rank: {show_skips(skipped)}." in printed
+
+
+def find_crosses(axes: Any) -> Any:
+    """Return the line of a picture that marks the skipped steps."""
+    (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
+    return crosses
 
 
 def test_picture_has_a_cross_for_a_skipped_step_between_two_records(tmp_path):
     first = {"step": 5, "loss": 2.0, "taken": True, "skipped_steps": [3]}
     second = {"step": 10, "loss": 1.0, "taken": True, "skipped_steps": []}
     (axes,) = figure(tmp_path, [first, second]).axes
-    (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
+    crosses = find_crosses(axes)
     assert crosses.get_xydata().tolist() == [[3.0, 2.0]]
 
 
@@ -150,57 +160,73 @@ def test_run_that_starts_again_removes_what_it_replaces(text, tmp_path):
 
 @pytest.fixture
 def tiny(text: Path) -> Job:
-    """What the flags of a tiny run make."""
-    config = Config(data=str(text), layers=2, heads=4, d_model=16, seq_len=16, global_batch_size=8)
+    """The model, optimizer and data of a tiny run."""
+    config = parse([str(word) for word in ("--data", text, *TINY)])
     return make_job(config, load_data(config), Layout(), torch.device("cpu"))
 
 
 def test_operations_of_an_example_are_those_counted_by_hand(tiny):
-    block = 3 * 16 * 16 + 16 * 16 + 2 * 4 * 16 * 16
-    weights = 256 * 16 + 16 * 16 + 2 * block + 256 * 16
+    layers, heads, width, length, vocabulary = 2, 4, 16, 16, 256
+    attention_weights = 4 * width * width
+    feed_weights = 8 * width * width
+    embedding_weights = vocabulary * width + length * width
+    head_weights = vocabulary * width
+    block_weights = layers * (attention_weights + feed_weights)
+    num_weights = embedding_weights + block_weights + head_weights
     # PaLM, appendix B: a token costs 6 N + 12 L H Q T.
-    assert flops_per_example(tiny) == 16 * (6 * weights + 12 * 2 * 4 * 4 * 16)
+    attention_flops = 12 * layers * heads * (width // heads) * length
+    assert flops_per_example(tiny) == length * (6 * num_weights + attention_flops)
 
 
 def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, short_run):
     folder, _ = short_run
-    token = flops_per_example(tiny) / 16
+    flops_per_token = flops_per_example(tiny) / 16
+    peak_flops = 1e9  # --peak-tflops 1e-3
     for row in list_steps(read_records(folder)):
-        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * token / 1e9, abs=1e-4)
+        utilisation = row["tokens_per_second"] * flops_per_token / peak_flops
+        assert row["mfu"] == pytest.approx(utilisation, abs=1e-4)
 
 
 def figure(folder: Path, rows: list[dict[str, Any]]) -> Any:
-    """The picture of a run that has these records."""
+    """Draw the picture of a run with these records."""
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(lines)
     return draw_figure([folder])
 
 
-def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(tmp_path):
+@pytest.fixture
+def picture(tmp_path: Path) -> Any:
+    """The picture of a run with skipped steps at its first step and at a later one."""
     rows = [{"step": 0, "validation_loss": 3.0}]
     for step in range(1, 20):
         taken = step not in (1, 7)
         rows.append({"step": step, "loss": 3.0, "loss_scale": 65536.0 / step, "taken": taken})
-    made = figure(tmp_path, rows)
-    made.draw_without_rendering()  # lays it out
-    losses, scales = made.axes
-    for axes in (losses, scales):
+    picture = figure(tmp_path, rows)
+    # The layout is computed when the picture is drawn.
+    picture.draw_without_rendering()
+    return picture
+
+
+def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(picture):
+    loss_axes, scale_axes = picture.axes
+    for axes in (loss_axes, scale_axes):
         legend = {text.get_text() for text in axes.get_legend().get_texts()}
         assert {line.get_label() for line in axes.lines} == legend
-    (crosses,) = (line for line in scales.lines if line.get_marker() == "x")
-    box, size = scales.get_window_extent(), crosses.get_markersize() / 72 * made.dpi / 2
-    for x, y in scales.transData.transform(crosses.get_xydata()):
-        assert box.x0 + size < x < box.x1 - size
-        assert box.y0 + size < y < box.y1 - size
+    crosses = find_crosses(scale_axes)
+    frame = scale_axes.get_window_extent()
+    radius = crosses.get_markersize() / 72 * picture.dpi / 2
+    for x, y in scale_axes.transData.transform(crosses.get_xydata()):
+        assert frame.x0 + radius < x < frame.x1 - radius
+        assert frame.y0 + radius < y < frame.y1 - radius
 
 
 def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_path):
     rows = [{"step": 1, "loss": 1.0, "taken": False}, {"step": 2, "loss": 0.5, "taken": True}]
     (axes,) = figure(tmp_path, rows).axes
-    (crosses,) = (line for line in axes.lines if line.get_marker() == "x")
+    crosses = find_crosses(axes)
     assert crosses.get_xydata().tolist() == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_summary_counts_one_step_in_the_singular(number):
-    assert format_steps(number) == f"{number} step" + ("" if number == 1 else "s")
+@pytest.mark.parametrize(("number", "expected"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps")])
+def test_a_summary_counts_one_step_in_the_singular(number, expected):
+    assert format_steps(number) == expected
