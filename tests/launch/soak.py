@@ -1,12 +1,12 @@
-"""Train on four ranks with everything on, and watch what each rank holds.
+"""Train on four ranks with all features, and count the resources that each rank holds.
 
 python -m tests.launch.soak [--minutes 60] > docs/results/soak.md
 
-The first half is level bf16, the second fp8 (emulated on a CPU). Every 40 steps each rank writes a
-checkpoint, trains, throws model, optimizer, guard and hook away, makes them anew from it and trains
-the same 40 steps again, which end in the same bits. In some steps one rank's loss or one of its
-gradients is NaN, in some the loss is 10,000 times as large. The page is printed; the exit code is 1
-if something grew or a step went otherwise than planned.
+The first half has level bf16, the second half level fp8 (emulated on a CPU). Every 40 steps each
+rank writes a checkpoint, trains, creates a new model, optimizer, guard and hook from the
+checkpoint, and trains the same 40 steps again, which must be bit-identical. In some steps the loss
+or a gradient of one rank is NaN, in some the loss is 10,000 times as large. The program prints the
+page, and returns 1 if a resource grew or a step differed from the plan.
 """
 
 import argparse
@@ -35,13 +35,17 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import cast_model, comm_hooks, initialize
 from distamp.guard import StepGuard
 
-RANKS, STEPS, WINDOW = 4, 40, 16
+RANKS = 4
+STEPS = 40
+# Gradient norms that the limit of a spike is computed from.
+WINDOW = 16
 LEVELS = ("bf16", "fp8")
-# What goes wrong in which of the steps; a spike has left the window before the next one.
-ILL = {7: "loss", 17: "gradient", 32: "spike"}
-# What a checkpoint, with its two stretches of steps, may leave behind. A copy of the weights has
-# 294 KiB: memory may grow by a sixth of one, for its pages come and go by a MiB or two, and what
-# malloc gave out by a fiftieth. An object for each step would be 80 blocks of Python's.
+# Planted faults by step. A spike leaves the window before the next spike.
+FAULTS = {7: "loss", 17: "gradient", 32: "spike"}
+SPIKES = list(FAULTS.values()).count("spike")
+# The growth that is allowed for a checkpoint with its two stretches of steps. A copy of the weights
+# has 294 KiB. Memory may grow by a sixth of a copy, because its pages vary by a MiB or two, and
+# allocations of malloc by a fiftieth. An object for each step would be 80 blocks of Python.
 LIMITS = {
     "memory (MiB)": 48 / 1024,
     "given out by malloc (MiB)": 6 / 1024,
@@ -52,29 +56,33 @@ LIMITS = {
     "shared memory": 0.03,
     "temporary files": 0.03,
 }
-BLOCKS, STUDENT = 10, 2.306  # of a half's samples; for 95 % and 8 degrees of freedom
+# A half is divided into blocks of samples. The quantile of Student's t is for 95 % and 8 degrees.
+BLOCKS = 10
+STUDENT = 2.306
 PAGE = f"""
 Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_norm_above=)`, an int8 hook in
 two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
-{STEPS} steps all objects are made anew from a checkpoint, and the same steps end in the same bits,
-on all ranks. After each stretch a rank counts what it holds. Shared memory: files and maps of the
-process in /dev/shm. Temporary files: in a folder of the run's own.
+{STEPS} steps each rank creates all objects from a checkpoint again, and the same steps are
+bit-identical on all ranks. After each stretch a rank counts its resources. Shared memory counts the
+files and maps of the process in /dev/shm. Temporary files are counted in a folder of the run.
 
-A slope is what comes on top in an hour, by least squares over {BLOCKS} means of samples in a row,
-without the first fifth of a half; in brackets its 95 % interval by Student's t. The limit is what a
-checkpoint may leave (`LIMITS`) times the checkpoints in an hour. "flat": the whole interval is
-below it; "grows": the whole is above; "not known": neither.
+A slope is the growth in an hour, by least squares over {BLOCKS} means of consecutive samples,
+without the first fifth of a half. The brackets contain its 95 % interval by Student's t. The limit
+is the growth that is allowed for a checkpoint (`LIMITS`) times the checkpoints in an hour. A
+resource is "flat" if the whole interval is below the limit, it "grows" if the whole interval is
+above the limit, and otherwise the result is "not known".
 """
 
 
 class Net(nn.Module):
-    """A small transformer, whose sizes the float8 kernels take."""
+    """A small transformer with sizes that the float8 kernels accept."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(64, 64)
         self.blocks = nn.Sequential(
-            *(nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True) for _ in range(2))
+            nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True),
+            nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True),
         )
         self.head = nn.Linear(64, 64)
 
@@ -84,16 +92,16 @@ class Net(nn.Module):
 
 
 class Job:
-    """One rank's part of the training: all that is made anew after a checkpoint.
+    """The training of one rank, which is created again from each checkpoint.
 
     Args:
-        level: Of precision.
-        path: The checkpoint to go on from; None to begin.
+        level: The level of precision.
+        path: The checkpoint to resume from, or None to start.
     """
 
     def __init__(self, level: str, path: Path | None) -> None:
         torch.manual_seed(dist.get_rank() if path else 0)
-        # So DDP keeps its buckets: other ones would round other sums.
+        # Unused parameters make DDP keep its buckets. Other buckets would round other sums.
         model = DistributedDataParallel(cast_model(Net(), level), find_unused_parameters=True)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=level == "bf16")
         self.hook = comm_hooks.register_comm_hook(model, "int8", ranks_per_host=2)
@@ -101,194 +109,276 @@ class Job:
         self.guard = self.amp.scaler
         assert isinstance(self.guard, StepGuard)
         self.guard.attach_comm_hook(self.hook)
-        self.average = [p.detach().clone() for p in model.parameters()]
+        self.average = [param.detach().clone() for param in model.parameters()]
         self.norms = torch.full((WINDOW,), math.nan)
-        self.level, self.step, self.loss = level, 0, math.nan
+        self.level = level
+        self.step = 0
+        self.loss = math.nan
         if path:
             self._read(path)
 
     def state(self) -> dict[str, Any]:
-        """Return weights and optimizer state by name, and as bytes what is a rank's own."""
-        own = (self.step, self.norms, self.average, self.hook.state_dict(), torch.get_rng_state())
+        """Return weights and optimizer state by name, and the state of this rank as bytes."""
+        hook_state = self.hook.state_dict()
+        rank_state = (self.step, self.norms, self.average, hook_state, torch.get_rng_state())
         file = io.BytesIO()
-        torch.save(own, file)
-        return self.amp.flat_state_dict() | {f"rank.{dist.get_rank()}": file.getvalue()}
+        torch.save(rank_state, file)
+        state = self.amp.flat_state_dict()
+        state[f"rank.{dist.get_rank()}"] = file.getvalue()
+        return state
 
     def _read(self, path: Path) -> None:
-        reader, own = dcp.FileSystemReader(path), f"rank.{dist.get_rank()}"
+        reader = dcp.FileSystemReader(path)
         saved = reader.read_metadata().state_dict_metadata
-        state = self.amp.flat_state_dict(saved) | {own: None}
+        state = self.amp.flat_state_dict(saved)
+        rank_name = f"rank.{dist.get_rank()}"
+        state[rank_name] = None
         dcp.load(state, storage_reader=reader)
         self.amp.load_flat_state_dict(state)
-        self.step, self.norms, self.average, hook, random = torch.load(
-            io.BytesIO(state[own]), weights_only=True
-        )
-        self.hook.load_state_dict(hook)
-        torch.set_rng_state(random)
+        rank_state = torch.load(io.BytesIO(state[rank_name]), weights_only=True)
+        self.step, self.norms, self.average, hook_state, rng_state = rank_state
+        self.hook.load_state_dict(hook_state)
+        torch.set_rng_state(rng_state)
 
     def take_step(self) -> None:
+        """Train one step, with the fault that is planted for it."""
         self.step += 1
-        rank, parameters = dist.get_rank(), list(self.amp.model.parameters())
-        chosen = self.step // 10 % RANKS == rank
-        ill = ILL.get(self.step % STEPS, "")
-        generator = torch.Generator().manual_seed(self.step * RANKS + rank)
-        begin, by = torch.randint(64, (2, 8, 1), generator=generator)
-        tokens = (begin + by * torch.arange(17)) % 64
+        fault = FAULTS.get(self.step % STEPS)
+        is_faulty_rank = self.step // 10 % RANKS == dist.get_rank()
+        params = list(self.amp.model.parameters())
         self.amp.zero_grad()
-        with self.amp.autocast():
-            logits = self.amp.model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        self.amp.backward(loss * {"loss": math.nan if chosen else 1, "spike": 1e4}.get(ill, 1))
-        if ill == "gradient" and chosen:  # after the average: this rank alone has it
-            parameters[self.step % len(parameters)].grad.view(-1)[0] = math.nan
-        seen = self.norms[~self.norms.isnan()]
-        limit = (
-            seen.mean() + 6 * seen.std().clamp(min=0.01 * seen.mean()) if len(seen) > 10 else 1e3
-        )
+        loss = self._compute_loss()
+        if fault == "spike":
+            self.amp.backward(loss * 1e4)
+        elif fault == "loss" and is_faulty_rank:
+            self.amp.backward(loss * math.nan)
+        else:
+            self.amp.backward(loss)
+        if fault == "gradient" and is_faulty_rank:
+            # The gradients are reduced already, so that this rank alone has a NaN.
+            grad = params[self.step % len(params)].grad
+            grad.view(-1)[0] = math.nan
+        limit = self._norm_limit()
         taken = bool(self.amp.step(max_norm=1.0, skip_norm_above=limit))
-        norm = self.guard.grad_norm()
-        if norm.isfinite():
-            self.norms[self.step % WINDOW] = norm if len(seen) <= 10 else min(norm, limit)
-        if ill:
-            assert not taken, f"step {self.step} was taken, with a planted {ill}"
+        self._record_norm(limit)
+        if fault:
+            assert not taken, f"step {self.step} was taken, with a planted {fault}"
         if taken:
-            torch._foreach_lerp_(self.average, [p.detach() for p in parameters], 0.01)
+            torch._foreach_lerp_(self.average, [param.detach() for param in params], 0.01)
             self.loss = loss.item()
 
+    def _compute_loss(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.step * RANKS + dist.get_rank())
+        start, increment = torch.randint(64, (2, 8, 1), generator=generator)
+        tokens = (start + increment * torch.arange(17)) % 64
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
+        with self.amp.autocast():
+            logits = self.amp.model(inputs)
+            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _recorded_norms(self) -> Tensor:
+        return self.norms[~self.norms.isnan()]
+
+    def _norm_limit(self) -> Tensor | float:
+        norms = self._recorded_norms()
+        if len(norms) <= 10:
+            return 1e3
+        mean = norms.mean()
+        return mean + 6 * norms.std().clamp(min=0.01 * mean)
+
+    def _record_norm(self, limit: Tensor | float) -> None:
+        norm = self.guard.grad_norm()
+        if not norm.isfinite():
+            return
+        if len(self._recorded_norms()) > 10:
+            norm = min(norm, limit)
+        self.norms[self.step % WINDOW] = norm
+
     def counts(self) -> dict[str, float]:
-        """Return what happened since the checkpoint."""
+        """Return the loss, and the counts of skipped steps since the checkpoint."""
         counts = self.guard.step_counts(self.amp.optimizers[0])
-        spikes = list(ILL.values()).count("spike")
         return {
             "loss": self.loss,
             "skips": counts.skipped,
-            "spikes": spikes,
-            "unplanned": counts.norm_skips - spikes,
+            "spikes": SPIKES,
+            "unplanned": counts.norm_skips - SPIKES,
         }
 
     def digest(self) -> str:
-        """Return a hash of the weights and their average, which all ranks have alike."""
+        """Return a hash of the weights and their average, which are equal on all ranks."""
         state = (*self.amp.model.parameters(), *self.average)
         values = torch.cat([tensor.detach().flatten() for tensor in state])
         return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
-def held() -> dict[str, float]:
-    """What this process holds now, and files that it left."""
-    process, heap, own = psutil.Process(), psutil.heap_info(), f"_{os.getpid()}_"
-    shared = [name for name in os.listdir("/dev/shm") if own in name]
-    shared += [each.path for each in process.memory_maps(grouped=False) if "/dev/shm" in each.path]
-    counts = (
-        process.memory_info().rss / 2**20,
-        (heap.heap_used + heap.mmap_used) / 2**20,
-        sys.getallocatedblocks(),
-        process.num_threads(),
-        process.num_fds(),
-        len(process.net_connections("all")),
-        len(shared),
-        sum(len(names) for _, _, names in os.walk(tempfile.gettempdir())),
-    )
-    return dict(zip(LIMITS, counts, strict=True))
+def count_shared_memory(process: psutil.Process) -> int:
+    """Return the number of files and maps of this process in /dev/shm."""
+    marker = f"_{process.pid}_"
+    files = [name for name in os.listdir("/dev/shm") if marker in name]
+    maps = process.memory_maps(grouped=False)
+    shared_maps = [memory_map for memory_map in maps if "/dev/shm" in memory_map.path]
+    return len(files) + len(shared_maps)
+
+
+def count_resources() -> dict[str, float]:
+    """Return the resources that this process holds, and the files that it left."""
+    process = psutil.Process()
+    heap = psutil.heap_info()
+    sockets = process.net_connections("all")
+    temporary_files = 0
+    for _, _, names in os.walk(tempfile.gettempdir()):
+        temporary_files += len(names)
+    return {
+        "memory (MiB)": process.memory_info().rss / 2**20,
+        "given out by malloc (MiB)": (heap.heap_used + heap.mmap_used) / 2**20,
+        "Python's blocks": sys.getallocatedblocks(),
+        "threads": process.num_threads(),
+        "open files": process.num_fds(),
+        "sockets": len(sockets),
+        "shared memory": count_shared_memory(process),
+        "temporary files": temporary_files,
+    }
 
 
 def train(rank: int, port: int, folder: Path, minutes: float) -> None:
-    """Be one rank; what it held after each stretch of steps is a line of a file."""
+    """Train as one rank, and write a line with its resources after each stretch of steps."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    saving = dist.new_group(backend="gloo")
-    job, begun = Job(LEVELS[0], None), time.monotonic()
+    saving_group = dist.new_group(backend="gloo")
+    start = time.monotonic()
+    job = Job(LEVELS[0], None)
     for index in itertools.count():
-        part = torch.tensor((time.monotonic() - begun) / (60 * minutes))
-        dist.broadcast(part, 0)
-        if part >= 1:
+        # Rank 0 decides for all ranks when the half and the run are over.
+        fraction = torch.tensor((time.monotonic() - start) / (60 * minutes))
+        dist.broadcast(fraction, 0)
+        if fraction >= 1:
             break
-        level, path = LEVELS[int(part * len(LEVELS))], folder / "checkpoints" / str(index)
-        written = dcp.async_save(job.state(), checkpoint_id=path, process_group=saving)
-        ends = []
-        for again in (False, True):
-            if again or level != job.level:
-                written.result()
+        level = LEVELS[int(fraction * len(LEVELS))]
+        path = folder / "checkpoints" / str(index)
+        saving = dcp.async_save(job.state(), checkpoint_id=path, process_group=saving_group)
+        digests = []
+        for is_repetition in (False, True):
+            if is_repetition or level != job.level:
+                saving.result()
                 job.hook.close()
                 job = Job(level, path)
             for _ in range(STEPS):
                 job.take_step()
-            ends.append(job.digest())
-            row = {"level": level, "hours": (time.monotonic() - begun) / 3600, "step": job.step}
+            digests.append(job.digest())
+            hours = (time.monotonic() - start) / 3600
+            row = {"level": level, "hours": hours, "step": job.step}
             with (folder / f"{rank}.jsonl").open("a") as file:
-                print(json.dumps(row | job.counts() | held()), file=file)
-        assert ends[0] == ends[1], f"step {job.step}: after the checkpoint it went otherwise"
-        everyone: list[Any] = [None] * RANKS
-        dist.all_gather_object(everyone, ends[1])
-        assert len(set(everyone)) == 1, f"step {job.step}: ranks hold other weights"
+                print(json.dumps(row | job.counts() | count_resources()), file=file)
+        first, repeated = digests
+        assert first == repeated, f"step {job.step}: the steps after the checkpoint differ"
+        rank_digests: list[Any] = [None] * RANKS
+        dist.all_gather_object(rank_digests, repeated)
+        assert len(set(rank_digests)) == 1, f"step {job.step}: the weights differ between ranks"
         if rank == 0:
             shutil.rmtree(path)
     job.hook.close()
     dist.destroy_process_group()
 
 
-def slope(rows: list[dict[str, float]], what: str) -> tuple[float, float]:
-    """Return what comes on top in an hour, and how far its 95 % interval goes to each side.
+def fit_slope(rows: list[dict[str, float]], resource: str) -> tuple[float, float]:
+    """Return the growth in an hour, and half the width of its 95 % interval.
 
-    Samples in a row are alike, which would make the interval of their own slope too small; means
-    of many in a row are not.
+    Consecutive samples are similar, so the interval of their own slope would be too small. The
+    means of blocks of samples do not have this fault.
     """
-    ends = [len(rows) * block // BLOCKS for block in range(BLOCKS + 1)]
-    means = [
-        [statistics.fmean(row[key] for row in rows[begin:end]) for key in ("hours", what)]
-        for begin, end in itertools.pairwise(ends)
-    ]
-    hours, held = zip(*means, strict=True)
-    by, start = statistics.linear_regression(hours, held)
-    error = sum((y - start - by * x) ** 2 for x, y in means) / (BLOCKS - 2)
-    return by, STUDENT * math.sqrt(error / BLOCKS / statistics.pvariance(hours))
+    hours = []
+    counts = []
+    for block in range(BLOCKS):
+        start = len(rows) * block // BLOCKS
+        end = len(rows) * (block + 1) // BLOCKS
+        samples = rows[start:end]
+        hours.append(statistics.fmean(row["hours"] for row in samples))
+        counts.append(statistics.fmean(row[resource] for row in samples))
+    slope, intercept = statistics.linear_regression(hours, counts)
+    squares = 0.0
+    for hour, count in zip(hours, counts, strict=True):
+        residual = count - intercept - slope * hour
+        squares += residual**2
+    variance = squares / (BLOCKS - 2)
+    return slope, STUDENT * math.sqrt(variance / BLOCKS / statistics.pvariance(hours))
 
 
 def run(minutes: float) -> list[list[dict[str, Any]]]:
-    """Train; return the samples of each rank."""
+    """Train, and return the samples of each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "tmp").mkdir()
-        os.environ.update(TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
-        # As torchrun's: in a process of its own, for a store keeps all that groups ever met by.
+        temporary_files = folder / "tmp"
+        temporary_files.mkdir()
+        os.environ.update(TMPDIR=str(temporary_files), OMP_NUM_THREADS="1")
+        # The store is in a process of its own like that of torchrun, because a store keeps all
+        # keys that groups ever used.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         mp.spawn(train, (store.port, folder, minutes), RANKS)
-        files = [folder / f"{rank}.jsonl" for rank in range(RANKS)]
-        return [[*map(json.loads, file.read_text().splitlines())] for file in files]
+        samples = []
+        for rank in range(RANKS):
+            lines = (folder / f"{rank}.jsonl").read_text().splitlines()
+            samples.append([json.loads(line) for line in lines])
+        return samples
+
+
+def print_resources(level: str, rank: int, samples: list[dict[str, Any]]) -> bool:
+    """Print the rows of one rank at one level, and return whether all resources are flat."""
+    half = [row for row in samples if row["level"] == level]
+    half = half[len(half) // 5 :]
+    hours = half[-1]["hours"] - half[0]["hours"]
+    checkpoints_in_an_hour = len(half) / 2 / hours
+    all_flat = True
+    for resource, growth in LIMITS.items():
+        limit = growth * checkpoints_in_an_hour
+        median = statistics.median(row[resource] for row in half)
+        slope, spread = fit_slope(half, resource)
+        low = slope - spread
+        high = slope + spread
+        if high <= limit:
+            result = "flat"
+        elif low > limit:
+            result = "**grows**"
+        else:
+            result = "**not known**"
+        all_flat = all_flat and result == "flat"
+        interval = f"{slope:+,.2f} [{low:+,.2f}, {high:+,.2f}]"
+        numbers = f"{median:,.0f} | {interval} | {limit:,.1f}"
+        print(f"| {level} | {rank} | {resource} | {numbers} | {result} |")
+    return all_flat
+
+
+def print_steps(samples: list[dict[str, Any]]) -> None:
+    """Print the number of steps, the skipped steps and the loss."""
+    first = samples[0]
+    last = samples[-1]
+    skips = sum(row["skips"] for row in samples)
+    spikes = sum(row["spikes"] for row in samples)
+    unplanned = sum(row["unplanned"] for row in samples)
+    print(f"\n{last['step']:,} steps, each taken twice, and {len(samples) - 1} resumes.")
+    print(f"{skips:,} steps with a planted NaN and {spikes:,} with a planted spike, all skipped;")
+    print(f"{unplanned:,} others lay above the limit. Loss {first['loss']:.3f} after the first")
+    print(f"{STEPS} steps, {last['loss']:.3f} at the end.")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
     minutes = parser.parse_args().minutes
-    ranks = run(minutes)
+    samples_by_rank = run(minutes)
     print("# An hour of everything\n" if minutes == 60 else "# Some minutes of everything\n")
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {os.cpu_count()} cores, gloo,")
     print(f"`python -m tests.launch.soak --minutes {minutes:g}`.\n{PAGE}")
     print("| level | rank | holds | median | slope, an hour | limit | |")
     print("|---|---|---|---|---|---|---|")
-    wrong = False
-    for level, (rank, rows) in itertools.product(LEVELS, enumerate(ranks)):
-        half = [row for row in rows if row["level"] == level]
-        half = half[len(half) // 5 :]
-        rate = len(half) / 2 / (half[-1]["hours"] - half[0]["hours"])
-        for what, left in LIMITS.items():
-            median = statistics.median(row[what] for row in half)
-            by, spread, limit = *slope(half, what), left * rate
-            flat, grows = by + spread <= limit, by - spread > limit
-            wrong |= not flat
-            words = "flat" if flat else "**grows**" if grows else "**not known**"
-            interval = f"{by:+,.2f} [{by - spread:+,.2f}, {by + spread:+,.2f}]"
-            cells = (level, rank, what, f"{median:,.0f}", interval, f"{limit:,.1f}", words)
-            print(f"| {' | '.join(map(str, cells))} |")
-    rows = ranks[0]
-    print(f"\n{rows[-1]['step']:,} steps, each taken twice, and {len(rows) - 1} resumes.")
-    skips, spikes = (sum(row[what] for row in rows) for what in ("skips", "spikes"))
-    print(f"{skips:,} steps with a planted NaN and {spikes:,} with a planted spike, all skipped;")
-    unplanned = sum(row["unplanned"] for row in rows)
-    print(f"{unplanned:,} others lay above the limit. Loss {rows[0]['loss']:.3f} after the first")
-    print(f"{STEPS} steps, {rows[-1]['loss']:.3f} at the end.")
-    return int(wrong)
+    all_flat = True
+    for level in LEVELS:
+        for rank, samples in enumerate(samples_by_rank):
+            is_flat = print_resources(level, rank, samples)
+            all_flat = all_flat and is_flat
+    print_steps(samples_by_rank[0])
+    return int(not all_flat)
 
 
 if __name__ == "__main__":
