@@ -19,15 +19,10 @@ from tests.ranks import RankPool
 
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
 
-# `make test` plants these faults, from each model and each part of the message.
-QUICK_FAULTS = (
-    "FAULT_OWN_FLAG",
-    "FAULT_OWN_NORM",
-    "FAULT_OWN_REQUEST",
-    "FAULT_WHO_HAS_BAD_WEIGHTS_RAISES_ALONE",
-    "FAULT_REPLY_DROPPED_AT_REWIND",
-    "FAULT_LANES_SHARE_MEMORY",
-)
+# `make test` plants one fault of each model, and draws one kind of walks of each. SPIN compiles every
+# run, which takes many seconds.
+QUICK_FAULTS = ("FAULT_OWN_FLAG", "FAULT_OWN_REQUEST", "FAULT_LANES_SHARE_MEMORY")
+QUICK_WALKS = ("guard RANKS=2 CALLS=9 REQUESTS", "scaler RANKS=2 CALLS=9")
 
 
 def parameters(runs: list[Run]) -> list[object]:
@@ -53,8 +48,19 @@ def test_a_planted_fault_is_found(run: Run) -> None:
     assert run.violation in check(run).violation
 
 
+def walk_parameters() -> list[object]:
+    """Return a test parameter for each kind of walks; slow ones are marked."""
+    parameters: list[object] = []
+    for kind in WALK_KINDS:
+        marks = []
+        if kind.name not in QUICK_WALKS:
+            marks.append(pytest.mark.slow)
+        parameters.append(pytest.param(kind, id=kind.name, marks=marks))
+    return parameters
+
+
 @needs_spin
-@pytest.mark.parametrize("kind", WALK_KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", walk_parameters())
 def test_the_stored_walks_are_walks_of_todays_model(kind: WalkKind) -> None:
     """If this fails, call ``python -m tests.model --store``."""
     stored = json.loads(STORED.read_text())

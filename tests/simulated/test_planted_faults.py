@@ -121,7 +121,7 @@ def reduce_and_gather(fault: bool) -> list[float]:
     return (reduced + gathered).tolist()
 
 
-def test_collectives_inreduce_and_gather_are_named_on_every_rank(sim2):
+def test_collectives_in_another_order_are_named_on_every_rank(sim2):
     assert sim2.run(reduce_and_gather, False) == [[3.0, 3.0, 4.0, 4.0]] * 2
     expected = (
         r"rank 0, 1 raised(.|\n)*number 1 of this group is all_reduce\(SUM, Float\[4\]\) "
