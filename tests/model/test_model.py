@@ -19,8 +19,8 @@ from tests.ranks import RankPool
 
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
 
-# `make test` plants one fault of each model, and draws one kind of walks of each. SPIN compiles every
-# run, which takes many seconds.
+# `make test` plants one fault of each model, and draws one kind of walks of each. SPIN compiles
+# every run, which takes many seconds.
 QUICK_FAULTS = ("FAULT_OWN_FLAG", "FAULT_OWN_REQUEST", "FAULT_LANES_SHARE_MEMORY")
 QUICK_WALKS = ("guard RANKS=2 CALLS=9 REQUESTS", "scaler RANKS=2 CALLS=9")
 
