@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -229,6 +230,16 @@ def test_no_modules_import_each_other():
 
 # -- how the files read ------------------------------------------------------------------------
 
+MOST_EXPRESSIONS = 250
+# Functions of the library and the launcher with more expressions, each with its reason.
+LONG_FUNCTIONS = {
+    "StepGuardBase._step_or_skip": "It decides on a step, and a reader needs the whole decision.",
+    "StepGuardBase.clip_grad_norm_": "It has a message, a norm and a clip in one order.",
+    "initialize": "Its signature and the order of the set-up are long.",
+    "PrecisionLevel.contract": "It has a line for each part of the contract.",
+    "train": "It is the training loop, which is read from top to bottom.",
+}
+
 STYLES = {file: measure((ROOT / file).read_text()) for file in source_files()}
 
 
@@ -260,3 +271,29 @@ def test_private_names_of_torch_are_read_only_where_they_are_listed():
         if file.split("/")[0] in LIBRARY:
             unlisted = style.torch_private - set(listed.get(file, []))
             assert unlisted == set(), file
+
+
+def _count_expressions(node: ast.AST) -> int:
+    return sum(isinstance(child, ast.expr) for child in ast.walk(node))
+
+
+def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions in a node with their qualified names."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix + getattr(child, "name", "")
+        if isinstance(child, ast.FunctionDef):
+            yield name, child
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield from _functions(child, f"{name}.")
+
+
+def test_a_function_of_many_expressions_has_a_reason():
+    """A long function is hard to read, unless it tells one story from top to bottom."""
+    long_functions = set()
+    for file in STYLES:
+        if file.split("/")[0] in LIBRARY:
+            tree = ast.parse((ROOT / file).read_text())
+            for name, function in _functions(tree):
+                if _count_expressions(function) > MOST_EXPRESSIONS:
+                    long_functions.add(name)
+    assert long_functions == set(LONG_FUNCTIONS)

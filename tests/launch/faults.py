@@ -7,6 +7,14 @@ The faults are a JSON object in the environment variable ``PLANTED_FAULTS``:
     poison: Steps with NaN in a gradient of the last rank.
     once: A folder. A fault of ``nan`` or ``flip`` makes a file there, and happens only once.
     dropped: Steps without their batches, in a run for comparison.
+
+docs/images/rewind.png is the picture in the folder of this run, in which `once` is an empty folder:
+
+    PLANTED_FAULTS='{"nan": [45], "flip": [90], "poison": [135, 136, 137], "once": "/tmp/once"}' \\
+        torchrun --nproc-per-node 2 tests/launch/faults.py --precision bf16 --steps 200 --seed 0 \\
+        --layers 2 --d-model 64 --global-batch-size 16 --seq-len 64 --schedule constant \\
+        --rewind-every 20 --max-rewinds 3 --check-update --check-replicas-every 1 \\
+        --on-mismatch raise --log-every 2 --keep-checkpoints 0 --run-dir runs/rewind
 """
 
 import itertools
