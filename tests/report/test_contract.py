@@ -344,7 +344,8 @@ def test_weights_that_a_hook_gathers_are_gathered_and_no_gradients(level):
     optimizer = torch.optim.AdamW(model.parameters())
     amp = distamp.initialize(model, optimizer, level)
     assert amp.comm_hooks == (hook,)
-    found = amp.check(lambda: train(amp, [torch.ones(4, 64)], max_norm=1.0))
+    batch = torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)
+    found = amp.check(lambda: train(amp, [batch], max_norm=1.0))
     assert not found
     assert list(found.seen["param_all_gather"]) == ["int8"]
     assert list(found.seen["grad_reduce"]) == ["int8"]
