@@ -1,5 +1,6 @@
 """The transport of messages: its threads and connections, and how they end."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -74,8 +75,9 @@ def count_resources() -> Resources:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("distamp")]
     sockets = 0
     for entry in os.scandir("/proc/self/fd"):
-        if entry.is_symlink() and os.readlink(entry.path).startswith("socket"):
-            sockets += 1
+        # Another thread may close a file between the two calls.
+        with contextlib.suppress(FileNotFoundError):
+            sockets += os.readlink(entry.path).startswith("socket")
     groups = len(dist.distributed_c10d._world.pg_map)
     return Resources(len(threads), sockets, groups)
 
