@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from tests.torch_versions import read_commit
+
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "tests" / "long_runs.toml"
 PAGE = ROOT / "docs" / "results" / "long_runs.md"
@@ -69,8 +71,7 @@ def load_runs() -> list[LongRun]:
 
 def describe_commit() -> str:
     """Return the short hash of the commit, with a ``+`` if files were changed since."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.check_output(command, cwd=ROOT, text=True).strip()
+    commit = read_commit()
     changes = ["git", "status", "--porcelain", "distamp", "launch", "tests", "benchmarks"]
     if subprocess.check_output(changes, cwd=ROOT, text=True).strip():
         commit += "+"
