@@ -5,8 +5,10 @@ python -m tests.launch.soak [--minutes 60] > docs/results/soak.md
 The first half has level bf16, the second half level fp8 (emulated on a CPU). Every 40 steps each
 rank writes a checkpoint, trains, creates a new model, optimizer, guard and hook from the
 checkpoint, and trains the same 40 steps again, which must be bit-identical. In some steps the loss
-or a gradient of one rank is NaN, in some the loss is 10,000 times as large. The program prints the
-page, and returns 1 if a resource grew or a step differed from the plan.
+or a gradient of one rank is NaN, in some the loss is 10,000 times as large, and all ranks skip
+them. After one step a weight of one rank is NaN, after another one of its bits is flipped, and all
+ranks go back to a snapshot. The program prints the page, and returns 1 if a resource grew or a step
+differed from the plan.
 """
 
 import argparse
@@ -33,16 +35,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import cast_model, comm_hooks, initialize
-from distamp.guard import StepGuard
+from distamp.errors import NonFiniteWeightsError, ReplicaMismatchError
+from distamp.guard import Snapshots, StepGuard
 
 RANKS = 4
 STEPS = 40
 # Gradient norms that the limit of a spike is computed from.
 WINDOW = 16
 LEVELS = ("bf16", "fp8")
-# Planted faults by step. A spike leaves the window before the next spike.
-FAULTS = {7: "loss", 17: "gradient", 32: "spike"}
+SNAPSHOT_EVERY = 10
+# Planted faults by step. A spike leaves the window before the next spike. A snapshot lies between
+# each skipped step and the next rewind, so that the counts keep all skips.
+FAULTS = {7: "loss", 17: "gradient", 23: "update", 32: "spike", 36: "bit"}
+SKIPPED = ("loss", "gradient", "spike")
 SPIKES = list(FAULTS.values()).count("spike")
+# The error of the step that follows a fault, on every rank.
+ERRORS = {"update": NonFiniteWeightsError, "bit": ReplicaMismatchError}
 # The growth that is allowed for a checkpoint with its two stretches of steps. A copy of the weights
 # has 294 KiB. Memory may grow by a sixth of a copy, because its pages vary by a MiB or two, and
 # allocations of malloc by a fiftieth. An object for each step would be 80 blocks of Python.
@@ -60,11 +68,12 @@ LIMITS = {
 BLOCKS = 10
 STUDENT = 2.306
 PAGE = f"""
-Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_norm_above=)`, an int8 hook in
-two levels (two hosts of two ranks), an average of the weights and asynchronous checkpoints. Every
-{STEPS} steps each rank creates all objects from a checkpoint again, and the same steps are
-bit-identical on all ranks. After each stretch a rank counts its resources. Shared memory counts the
-files and maps of the process in /dev/shm. Temporary files are counted in a folder of the run.
+Four ranks train under DDP with `StepGuard`, `step(max_norm=1.0, skip_norm_above=)`, `check_update`,
+`check_replicas_every=1`, snapshots every {SNAPSHOT_EVERY} steps, an int8 hook in two levels (two
+hosts of two ranks), an average of the weights and asynchronous checkpoints. Every {STEPS} steps
+each rank creates all objects from a checkpoint again, and the same steps are bit-identical on all
+ranks. After each stretch a rank counts its resources. Shared memory counts the files and maps of
+the process in /dev/shm. Temporary files are counted in a folder of the run.
 
 A slope is the growth in an hour, by least squares over {BLOCKS} means of consecutive samples,
 without the first fifth of a half. The brackets contain its 95 % interval by Student's t. The limit
@@ -91,6 +100,27 @@ class Net(nn.Module):
         return logits
 
 
+class History:
+    """The average of the weights and the latest gradient norms, which a rewind takes back too.
+
+    Args:
+        model: The model with the weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.average = [param.detach().clone() for param in model.parameters()]
+        self.norms = torch.full((WINDOW,), math.nan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors, which later steps change in place."""
+        return {"average": self.average, "norms": self.norms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy the tensors of a state."""
+        torch._foreach_copy_(self.average, state["average"])
+        self.norms.copy_(state["norms"])
+
+
 class Job:
     """The training of one rank, which is created again from each checkpoint.
 
@@ -105,14 +135,21 @@ class Job:
         model = DistributedDataParallel(cast_model(Net(), level), find_unused_parameters=True)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=level == "bf16")
         self.hook = comm_hooks.register_comm_hook(model, "int8", ranks_per_host=2)
-        self.amp = initialize(model, optimizer, level, max_consecutive_skips=3)
+        self.amp = initialize(
+            model,
+            optimizer,
+            level,
+            max_consecutive_skips=3,
+            check_update=True,
+            check_replicas_every=1,
+        )
         self.guard = self.amp.scaler
         assert isinstance(self.guard, StepGuard)
         self.guard.attach_comm_hook(self.hook)
-        self.average = [param.detach().clone() for param in model.parameters()]
-        self.norms = torch.full((WINDOW,), math.nan)
+        self.history = History(model)
         self.level = level
         self.step = 0
+        self.num_rewinds = 0
         self.loss = math.nan
         if path:
             self._read(path)
@@ -120,7 +157,8 @@ class Job:
     def state(self) -> dict[str, Any]:
         """Return weights and optimizer state by name, and the state of this rank as bytes."""
         hook_state = self.hook.state_dict()
-        rank_state = (self.step, self.norms, self.average, hook_state, torch.get_rng_state())
+        history = self.history.state_dict()
+        rank_state = (self.step, history, hook_state, torch.get_rng_state())
         file = io.BytesIO()
         torch.save(rank_state, file)
         state = self.amp.flat_state_dict()
@@ -136,11 +174,37 @@ class Job:
         dcp.load(state, storage_reader=reader)
         self.amp.load_flat_state_dict(state)
         rank_state = torch.load(io.BytesIO(state[rank_name]), weights_only=True)
-        self.step, self.norms, self.average, hook_state, rng_state = rank_state
+        self.step, history, hook_state, rng_state = rank_state
+        self.history.load_state_dict(history)
         self.hook.load_state_dict(hook_state)
         torch.set_rng_state(rng_state)
 
-    def take_step(self) -> None:
+    def take_steps(self) -> None:
+        """Train until the next checkpoint, and go back after the faults that demand it."""
+        # New snapshots in each stretch, so that a repeated stretch goes back to the same steps.
+        snapshots = self.amp.snapshots(every=SNAPSHOT_EVERY, extra=(self.history,))
+        snapshots.record()
+        self.num_rewinds = 0
+        for _ in range(STEPS):
+            expected_error = ERRORS.get(FAULTS.get(self.step % STEPS, ""))
+            if expected_error is None:
+                self._take_step()
+                snapshots.record()
+            else:
+                self._go_back(snapshots, expected_error)
+        self.guard.check_weights()
+
+    def _go_back(self, snapshots: Snapshots, expected_error: type[Exception]) -> None:
+        """Demand the error of a step on every rank, and go back to the newest snapshot."""
+        try:
+            self._take_step()
+        except expected_error:
+            snapshots.rewind()
+            self.num_rewinds += 1
+        else:
+            raise AssertionError(f"step {self.step} did not raise {expected_error.__name__}")
+
+    def _take_step(self) -> None:
         """Train one step, with the fault that is planted for it."""
         self.step += 1
         fault = FAULTS.get(self.step % STEPS)
@@ -154,18 +218,36 @@ class Job:
             self.amp.backward(loss * math.nan)
         else:
             self.amp.backward(loss)
+        faulty_param = params[self.step % len(params)].detach().view(-1)
         if fault == "gradient" and is_faulty_rank:
             # The gradients are reduced already, so that this rank alone has a NaN.
             grad = params[self.step % len(params)].grad
             grad.view(-1)[0] = math.nan
         limit = self._norm_limit()
-        taken = bool(self.amp.step(max_norm=1.0, skip_norm_above=limit))
+        writes_nan = fault == "update" and is_faulty_rank
+        taken = self._step_optimizer(limit, faulty_param if writes_nan else None)
         self._record_norm(limit)
-        if fault:
+        if fault in SKIPPED:
             assert not taken, f"step {self.step} was taken, with a planted {fault}"
         if taken:
-            torch._foreach_lerp_(self.average, [param.detach() for param in params], 0.01)
+            weights = [param.detach() for param in params]
+            torch._foreach_lerp_(self.history.average, weights, 0.01)
             self.loss = loss.item()
+        if fault == "bit" and is_faulty_rank:
+            faulty_param.view(torch.int32)[0] ^= 8
+
+    def _step_optimizer(self, limit: Tensor | float, nan_target: Tensor | None) -> bool:
+        """Step, and return whether the step was taken; its update may write a NaN."""
+
+        def write_nan(*_: Any) -> None:
+            if nan_target is not None:
+                nan_target[0] = math.nan
+
+        handle = self.amp.optimizers[0].register_step_post_hook(write_nan)
+        try:
+            return bool(self.amp.step(max_norm=1.0, skip_norm_above=limit))
+        finally:
+            handle.remove()
 
     def _compute_loss(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.step * RANKS + dist.get_rank())
@@ -178,7 +260,7 @@ class Job:
             return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _recorded_norms(self) -> Tensor:
-        return self.norms[~self.norms.isnan()]
+        return self.history.norms[~self.history.norms.isnan()]
 
     def _norm_limit(self) -> Tensor | float:
         norms = self._recorded_norms()
@@ -193,7 +275,7 @@ class Job:
             return
         if len(self._recorded_norms()) > 10:
             norm = min(norm, limit)
-        self.norms[self.step % WINDOW] = norm
+        self.history.norms[self.step % WINDOW] = norm
 
     def counts(self) -> dict[str, float]:
         """Return the loss, and the counts of skipped steps since the checkpoint."""
@@ -201,13 +283,14 @@ class Job:
         return {
             "loss": self.loss,
             "skips": counts.skipped,
+            "rewinds": self.num_rewinds,
             "spikes": SPIKES,
             "unplanned": counts.norm_skips - SPIKES,
         }
 
     def digest(self) -> str:
         """Return a hash of the weights and their average, which are equal on all ranks."""
-        state = (*self.amp.model.parameters(), *self.average)
+        state = (*self.amp.model.parameters(), *self.history.average)
         values = torch.cat([tensor.detach().flatten() for tensor in state])
         return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
@@ -264,8 +347,7 @@ def train(rank: int, port: int, folder: Path, minutes: float) -> None:
                 saving.result()
                 job.hook.close()
                 job = Job(level, path)
-            for _ in range(STEPS):
-                job.take_step()
+            job.take_steps()
             digests.append(job.digest())
             hours = (time.monotonic() - start) / 3600
             row = {"level": level, "hours": hours, "step": job.step}
@@ -327,6 +409,8 @@ def print_resources(level: str, rank: int, samples: list[dict[str, Any]]) -> boo
     """Print the rows of one rank at one level, and return whether all resources are flat."""
     half = [row for row in samples if row["level"] == level]
     half = half[len(half) // 5 :]
+    if len(half) < BLOCKS:
+        sys.exit(f"{len(half)} samples at level {level} are too few for a slope: run more minutes")
     hours = half[-1]["hours"] - half[0]["hours"]
     checkpoints_in_an_hour = len(half) / 2 / hours
     all_flat = True
@@ -355,11 +439,13 @@ def print_steps(samples: list[dict[str, Any]]) -> None:
     last = samples[-1]
     skips = sum(row["skips"] for row in samples)
     spikes = sum(row["spikes"] for row in samples)
+    rewinds = sum(row["rewinds"] for row in samples)
     unplanned = sum(row["unplanned"] for row in samples)
     print(f"\n{last['step']:,} steps, each taken twice, and {len(samples) - 1} resumes.")
     print(f"{skips:,} steps with a planted NaN and {spikes:,} with a planted spike, all skipped;")
-    print(f"{unplanned:,} others lay above the limit. Loss {first['loss']:.3f} after the first")
-    print(f"{STEPS} steps, {last['loss']:.3f} at the end.")
+    print(f"{rewinds:,} rewinds, half after a NaN that one rank's update wrote, and half after a")
+    print(f"flipped bit. {unplanned:,} steps lay above the limit.")
+    print(f"Loss {first['loss']:.3f} after the first {STEPS} steps, {last['loss']:.3f} at the end.")
 
 
 def main() -> int:
