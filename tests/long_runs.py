@@ -91,10 +91,11 @@ def execute(run: LongRun, log_folder: Path) -> str:
     """Run a program, keep its output, and return its row of the page."""
     commit = describe_commit()
     started = time.monotonic()
-    command = f"{sys.executable} {run.command.removeprefix('python ')}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # The word python of a command is this interpreter.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     completed = subprocess.run(
-        command,
+        run.command,
         shell=True,
         cwd=ROOT,
         env=environment,
