@@ -1,4 +1,4 @@
-"""A model with attention and norms, its layouts, and a step that trains it."""
+"""A model with attention and norms, its layouts and its training step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,26 +21,35 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):
-    """Attention, where it is asked for, and a feed-forward layer, behind norms of two kinds."""
+    """Optional attention behind a layer norm, and a feed-forward layer behind an RMS norm."""
 
     def __init__(self, attends: bool) -> None:
         super().__init__()
         if attends:
-            self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.norm2, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+            self.norm = nn.LayerNorm(16)
+            self.qkv = nn.Linear(16, 48)
+            self.out = nn.Linear(16, 16)
+        self.norm2 = nn.RMSNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(x) if hasattr(self, "qkv") else x
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
+        if hasattr(self, "qkv"):
+            x = self.attention(x)
+        hidden = torch.relu(self.up(self.norm2(x)))
+        return x + self.down(hidden)
 
     def attention(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (2, -1)).transpose(-3, -2).chunk(3, -1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(mixed.transpose(-3, -2).flatten(-2))
+        projected = self.qkv(self.norm(x))
+        heads = projected.unflatten(-1, (2, -1)).transpose(-3, -2)
+        query, key, value = heads.chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        merged = mixed.transpose(-3, -2).flatten(-2)
+        return x + self.out(merged)
 
 
 class Net(nn.Module):
-    """Two blocks, an embedding and a head; with a batch norm where it is asked for."""
+    """An embedding, two blocks, an optional batch norm and a head."""
 
     def __init__(self, batch_norm: bool = False, attends: bool = True) -> None:
         super().__init__()
@@ -54,11 +63,12 @@ class Net(nn.Module):
         x = self.tok(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.bn(x.transpose(-2, -1)).transpose(-2, -1))
+        normalized = self.bn(x.transpose(-2, -1))
+        return self.head(normalized.transpose(-2, -1))
 
 
 def sharded(net: Any, mesh: Any, **policy: torch.dtype) -> nn.Module:
-    """FSDP2 by block."""
+    """Shard each block and the net with FSDP2; return the net."""
     settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**policy)}
     for block in net.blocks:
         fully_shard(block, **settings)
@@ -66,11 +76,15 @@ def sharded(net: Any, mesh: Any, **policy: torch.dtype) -> nn.Module:
 
 
 def parallel(net: Any, mesh: Any, sequence: bool = False) -> Any:
-    """Tensor parallel feed-forward layers; with norms and what is between split by position."""
+    """Make the feed-forward layers tensor parallel; return the net.
+
+    With ``sequence`` the norms and the activations between blocks are split by position.
+    """
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         split = Shard(1)
-        plan = {"norm2": SequenceParallel(), "up": ColwiseParallel(input_layouts=split)}
+        plan["norm2"] = SequenceParallel()
+        plan["up"] = ColwiseParallel(input_layouts=split)
         plan["down"] = RowwiseParallel(output_layouts=split)
         ends: dict[str, Any] = {"head": ColwiseParallel(input_layouts=split)}
         ends["tok"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=split)
@@ -88,14 +102,24 @@ def trained(
     inputs: Tensor | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """A step of a model: forward in a region, backward, ``after``; the model; its optimizer."""
+    """Return a training step, the model and its optimizer.
+
+    Args:
+        model: The model that the step trains.
+        optimizer: AdamW if None.
+        region: The dtype of the autocast region, or None for no region.
+        inputs: Random tokens if None.
+        after: A function that the step calls after its backward pass.
+    """
     torch.manual_seed(0)
-    given = torch.randint(32, (2, 8)) if inputs is None else inputs
+    batch = inputs
+    if batch is None:
+        batch = torch.randint(32, (2, 8))
     stepper = optimizer or torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         with torch.autocast("cpu", region or BF16, enabled=region is not None):
-            out = model(given)
+            out = model(batch)
         out.float().square().mean().backward()
         after()
         stepper.step()
