@@ -1,4 +1,4 @@
-"""Reports of models whose parameters FSDP2 has gathered.
+"""Tests of reports about models with parameters that FSDP2 has gathered.
 
 A forward pass without a backward pass, such as one for a validation loss, leaves the parameters of
 a root module gathered. ``model.parameters()`` yields whole parameters without gradients then.
@@ -19,22 +19,28 @@ from tests.ranks import mesh
 INF = float("inf")
 
 
-def _root(**options: Any) -> nn.Module:
+def _shard_root(**options: Any) -> nn.Module:
     return fully_shard(_model(), **options)
 
 
-def _nested(**options: Any) -> nn.Module:
+def _shard_layers(**options: Any) -> nn.Module:
     model = _model()
     for layer in (model[0], model[2]):
         fully_shard(layer, reshard_after_forward=False, **options)
     return fully_shard(model, **options)
 
 
-def _hsdp(**options: Any) -> nn.Module:
-    return fully_shard(_model(), mesh=mesh((2, 1), ("copies", "shard")), **options)
+def _shard_on_mesh_with_copies(**options: Any) -> nn.Module:
+    """Return a model that is sharded over one dimension of a mesh and copied over another."""
+    grid = mesh((2, 1), ("copies", "shard"))
+    return fully_shard(_model(), mesh=grid, **options)
 
 
-LAYOUTS: dict[str, Callable[..., nn.Module]] = {"root": _root, "nested": _nested, "HSDP": _hsdp}
+LAYOUTS: dict[str, Callable[..., nn.Module]] = {
+    "root": _shard_root,
+    "nested": _shard_layers,
+    "HSDP": _shard_on_mesh_with_copies,
+}
 
 
 def _model() -> nn.Sequential:
@@ -66,10 +72,10 @@ class _InfiniteGradient(torch.autograd.Function):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "within"])
+@pytest.mark.parametrize("time_of_validation", ["before", "within"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lost_updates_are_those_of_the_shards(layout, when):
-    """As in a run without a validation loss, before the step or within it."""
+def test_a_validation_loss_does_not_change_lost_updates(layout, time_of_validation):
+    """Lost updates are measured on shards, although the validation gathers the parameters."""
 
     def measure(validates: str) -> dict[str, float]:
         model = LAYOUTS[layout]()
@@ -89,13 +95,13 @@ def test_lost_updates_are_those_of_the_shards(layout, when):
 
     expected = measure("never")
     assert any(share > 0 for share in expected.values())
-    assert measure(when) == expected
+    assert measure(time_of_validation) == expected
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_of_a_step_that_ends_with_a_validation_is_found_not_finite(layout):
-    """And every gradient is None afterwards."""
+    """After the search every gradient is None."""
     model = LAYOUTS[layout]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -105,16 +111,16 @@ def test_a_gradient_of_a_step_that_ends_with_a_validation_is_found_not_finite(la
         _validate(model)
         return loss.detach()
 
-    found = find_first_nonfinite(step, model)
-    assert found is not None
-    assert "backward pass" in str(found)
+    origin = find_first_nonfinite(step, model)
+    assert origin is not None
+    assert "backward pass" in str(origin)
     assert all(param.grad is None for param in _shards(optimizer))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_the_shards_count_before_a_replay_and_are_dropped_for_it(layout):
-    """An earlier backward pass left infinite ones, which the replay does not make again."""
+    """An earlier backward pass left infinite gradients, which the replay does not compute."""
     model = LAYOUTS[layout]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (_loss(model) * INF).backward()
@@ -125,16 +131,16 @@ def test_gradients_of_the_shards_count_before_a_replay_and_are_dropped_for_it(la
         loss.backward()
         return loss.detach()
 
-    found = find_first_nonfinite(step, model)
-    assert found is not None
-    assert found.kind == "unseen"
+    origin = find_first_nonfinite(step, model)
+    assert origin is not None
+    assert origin.kind == "unseen"
     assert all(param.grad is None for param in _shards(optimizer))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_after_a_validation_have_the_dtype_of_their_shards(layout):
-    """FSDP2 gathers them in the dtype of its policy."""
+    """FSDP2 gathers parameters in the dtype of its policy."""
     model = LAYOUTS[layout](mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -1,8 +1,9 @@
-"""lost_updates: the share of updates that half precision weights lose, against a float64 step."""
+"""Tests of `lost_updates`, the share of updates that weights in half precision lose."""
 
 import json
 import logging
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ INPUTS = torch.linspace(-1.0, 1.0, 8 * 16).view(8, 16)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """A layer, a norm whose weight is 1, and an adapter's second matrix, which begins at 0."""
+    """Return a layer, a norm with a weight of 1 and the second matrix of an adapter, which is 0."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False))
     nn.init.zeros_(model[2].weight)
@@ -31,10 +32,14 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    return (model(INPUTS.to(dtype)).float() - 1.0).square().mean()
+    """Return the loss of a model for inputs of a dtype."""
+    output = model(INPUTS.to(dtype))
+    return (output.float() - 1.0).square().mean()
 
 
 def step_of(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> Any:
+    """Return a training step."""
+
     def step() -> None:
         optimizer.zero_grad()
         loss_of(model, dtype).backward()
@@ -46,22 +51,38 @@ def step_of(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> Any:
 def shares_in_float64(
     model: nn.Module, make: Any, dtype: torch.dtype, **settings: float
 ) -> dict[str, float]:
-    """Step a float64 copy by the gradients of the model; compare rounded weights."""
+    """Return the share of lost updates of each module.
+
+    A copy of the weights in float64 takes the optimizer step, with the gradients of the model. An
+    update is lost if the rounded weight is the same before and after it.
+    """
     loss_of(model, next(model.parameters()).dtype).backward()
-    copies = [nn.Parameter(p.detach().double()) for p in model.parameters()]
-    for copy, parameter in zip(copies, model.parameters(), strict=True):
-        copy.grad = parameter.grad.double()
-        parameter.grad = None
-    make(copies, **settings).step()
-    counts: dict[str, list[int]] = {}
-    for (name, parameter), copy in zip(model.named_parameters(), copies, strict=True):
-        update = copy.detach() - parameter.detach().double()
-        weight = parameter.detach().to(dtype)
-        stays = (weight.double() + update).to(dtype) == weight
-        lost, updated = counts.setdefault(name.rpartition(".")[0], [0, 0])
-        lost += int((stays & (update != 0)).sum())
-        counts[name.rpartition(".")[0]] = [lost, updated + int((update != 0).sum())]
-    return {name: lost / updated for name, (lost, updated) in counts.items() if updated}
+    copies = []
+    for param in model.parameters():
+        copy = nn.Parameter(param.detach().double())
+        copy.grad = param.grad.double()
+        param.grad = None
+        copies.append(copy)
+    optimizer = make(copies, **settings)
+    optimizer.step()
+
+    lost_counts: Counter[str] = Counter()
+    update_counts: Counter[str] = Counter()
+    for (name, param), copy in zip(model.named_parameters(), copies, strict=True):
+        module_name = name.rpartition(".")[0]
+        update = copy.detach() - param.detach().double()
+        weight = param.detach().to(dtype)
+        updated_weight = (weight.double() + update).to(dtype)
+        is_update = update != 0
+        is_lost = is_update & (updated_weight == weight)
+        lost_counts[module_name] += int(is_lost.sum())
+        update_counts[module_name] += int(is_update.sum())
+
+    shares = {}
+    for module_name, update_count in update_counts.items():
+        if update_count:
+            shares[module_name] = lost_counts[module_name] / update_count
+    return shares
 
 
 @pytest.mark.parametrize("rate", [1e-5, 1e-3])
@@ -69,7 +90,9 @@ def shares_in_float64(
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
 def test_shares_are_those_of_a_float64_step(dtype, make, rate):
     half = BF16 if dtype is torch.float32 else dtype
-    settings = {"lr": rate} | ({"eps": 1e-4} if make is torch.optim.AdamW else {})
+    settings = {"lr": rate}
+    if make is torch.optim.AdamW:
+        settings["eps"] = 1e-4
     expected = shares_in_float64(net(dtype), make, half, **settings)
     model = net(dtype)
     optimizer = make(model.parameters(), **settings)
@@ -96,7 +119,7 @@ def test_masters_are_read_at_a_level_that_has_them(level, master_weights):
 def lost_updates_of(
     model: nn.Module, level: str, dtype: torch.dtype, **settings: Any
 ) -> dict[str, float]:
-    """The shares of a level's first step."""
+    """Return the shares of the first step at a level."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-4)
     if level == "fp16-O2":
         settings["init_scale"] = 2.0**10
@@ -105,7 +128,7 @@ def lost_updates_of(
     def step() -> None:
         amp.zero_grad()
         with amp.autocast():
-            loss = (amp.model(INPUTS).float() - 1.0).square().mean()
+            loss = loss_of(amp.model, INPUTS.dtype)
         amp.backward(loss)
         amp.step(max_norm=100.0)
 
@@ -134,8 +157,11 @@ def test_the_step_and_the_optimizer_are_those_of_a_run_without_it(fused):
             else:
                 step()
             schedule.step()
-        runs.append([*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())])
-        runs[-1].append(torch.get_rng_state())
+        tensors = list(model.parameters())
+        for state in optimizer.state.values():
+            tensors.append(state["exp_avg"])
+        tensors.append(torch.get_rng_state())
+        runs.append(tensors)
     assert all(map(torch.equal, *runs))
 
 
@@ -148,7 +174,7 @@ def test_frozen_weights_and_modules_without_an_update_are_left_out():
 
 
 def masters_by_hand(model: nn.Module) -> Any:
-    """Masters that the library does not know, copied back after the step."""
+    """Return a step with masters in user code, which copies them to the weights."""
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=1e-6)
 
@@ -195,7 +221,7 @@ def that_cannot_be_copied(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (masters_by_hand, "neither parameters of the model nor masters|changed without"),
         (written_by_hand, "changed without an optimizer step"),
@@ -203,9 +229,9 @@ def that_cannot_be_copied(model: nn.Module) -> Any:
         (that_cannot_be_copied, "raised TypeError: holds a file"),
     ],
 )
-def test_an_update_that_cannot_be_measured_is_refused(make, says):
+def test_an_update_that_cannot_be_measured_is_refused(make, message):
     model = net(BF16)
-    with pytest.raises(ConfigError, match=f"cannot measure .*({says})"):
+    with pytest.raises(ConfigError, match=f"cannot measure .*({message})"):
         lost_updates(make(model), model)
 
 
@@ -226,11 +252,11 @@ def test_sharded_half_precision_weights_are_measured(layout):
     if layout == "FSDP2 with masters":
         MasterParameters(optimizer)
     shares = lost_updates(step_of(model, optimizer, BF16), model)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, shares)
-    together = {name: share for each in everyone for name, share in each.items()}
-    assert together["0"] > 0.9
-    assert together["2"] == 0.0
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, shares)
+    merged = gathered[0] | gathered[1]
+    assert merged["0"] > 0.9
+    assert merged["2"] == 0.0
 
 
 def adamw_step(model: nn.Module, optimizer: Any) -> LostUpdates:
@@ -238,7 +264,7 @@ def adamw_step(model: nn.Module, optimizer: Any) -> LostUpdates:
 
 
 def test_the_table_begins_with_the_norms_whose_weights_never_train():
-    """The weight of a norm begins at 1, where an update below 1/256 changes no bf16 number."""
+    """The weight of a norm begins at 1, and an update below 1/256 changes no bf16 number at 1."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 16)).to(BF16)
     result = adamw_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -300,15 +326,15 @@ def test_only_parameters_of_the_optimizers_count():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((print, net(), BF16), "not dtype. Pass a dtype by name: dtype=torch.float16"),
         ((print, "model"), "got builtin_function_or_method and str"),
         ((None, net()), "got NoneType and Sequential"),
     ],
 )
-def test_other_arguments_are_refused(arguments, says):
-    with pytest.raises(TypeError, match=re.escape(says)):
+def test_other_arguments_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
         lost_updates(*arguments)
 
 
