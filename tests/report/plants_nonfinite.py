@@ -1,12 +1,10 @@
-"""Forty faults that make inf or NaN, of more than twenty kinds, in six models; for a score.
+"""Forty planted faults that make inf or NaN, of more than twenty kinds in six models.
 
-Written from the documentation of the kinds of faults alone, before the tool that is scored had been
-seen; reworded since, with the same plants. A plant describes how it is made and names the right
-answer: the operation (any of ``ops``, by aten's names without overloads), the module or its
-parameter (any of ``modules``; "" is outside of all), forward or backward, the ranks, and the
-micro-batch.
+The plants were written from the documentation of the kinds of faults, before the tool that they
+score existed. They were reworded since, without a change of a fault or an answer.
 
-``build(plant)`` makes the model and a step of two micro-batches on this rank of two.
+A plant names the right answer: the operation, the module or parameter, the direction, the ranks and
+the microbatch. `build` makes its model and a step of two microbatches on this rank of two.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["FAULTS", "MODELS", "PLANTS", "Fault", "Plant", "build"]
 
 HALF = torch.float16
-BOTH, FIRST, SECOND = (0, 1), (0,), (1,)
-INF, NAN = float("inf"), float("nan")
+BOTH_RANKS = (0, 1)
+RANK_0 = (0,)
+RANK_1 = (1,)
+INF = float("inf")
+NAN = float("nan")
 
-# -- models ----------------------------------------------------------------------------------------
 
-_DECODER = {
+# A function imports transformers for its model, because the import is slow.
+
+DECODER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -44,64 +46,119 @@ _DECODER = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-_VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-_IMAGES = {"intermediate_size": 32, "image_size": 8, "patch_size": 4, "num_labels": 4}
 
 
-def conv() -> nn.Module:
-    """Two convolutions with batch norms, and a head."""
-    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-    body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-    ends = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(8, 4)}
-    return nn.Sequential(OrderedDict(stem=stem, body=body, **ends))
-
-
-# By name: the class in transformers, its configuration, and the arguments that take the inputs.
-MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {**_DECODER, "attn_implementation": "eager"},
-        ("input_ids",),
-    ),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER, ("input_ids",)),
-    "moe": (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**_DECODER, "num_key_value_heads": 2, "num_local_experts": 4},
-        ("input_ids",),
-    ),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {**_T5, "decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False},
-        ("input_ids", "decoder_input_ids"),
-    ),
-    "vit": ("ViTForImageClassification", "ViTConfig", {**_VIT, **_IMAGES}, ("pixel_values",)),
-    "conv": ("", "", {}, ("input",)),
-}
-
-
-def _model(name: str) -> nn.Module:
-    kind, config, settings, _ = MODELS[name]
-    if not kind:
-        return conv()
+def make_gpt2() -> nn.Module:
+    """Return a GPT-2 with two layers."""
     import transformers
 
-    return getattr(transformers, kind)(getattr(transformers, config)(**settings))
+    config = transformers.GPT2Config(**DECODER, attn_implementation="eager")
+    return transformers.GPT2LMHeadModel(config)
 
 
-def _batches(name: str, rank: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(10 + rank)
-    if name in ("vit", "conv"):
-        inputs = [torch.randn((4, 3, 8, 8), generator=draw).to(dtype) for _ in range(2)]
-        return [(x, torch.randint(0, 4, (4,), generator=draw)) for x in inputs]
-    tokens = [torch.randint(2, 32, (2, 8), generator=draw) for _ in range(2)]
-    return [(x, x.clone()) for x in tokens]
+def make_llama() -> nn.Module:
+    """Return a Llama with two layers."""
+    import transformers
+
+    config = transformers.LlamaConfig(**DECODER)
+    return transformers.LlamaForCausalLM(config)
 
 
-# -- faults at a module's output -------------------------------------------------------------------
+def make_moe() -> nn.Module:
+    """Return a Mixtral with two layers of four experts."""
+    import transformers
+
+    config = transformers.MixtralConfig(**DECODER, num_key_value_heads=2, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def make_t5() -> nn.Module:
+    """Return a T5 with two layers."""
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def make_vit() -> nn.Module:
+    """Return a vision transformer with two layers."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+        num_labels=4,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def make_conv() -> nn.Module:
+    """Return two convolutions with batch norms, and a head."""
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    modules["stem"] = stem
+    modules["body"] = body
+    modules["pool"] = nn.AdaptiveAvgPool2d(1)
+    modules["flat"] = nn.Flatten()
+    modules["head"] = nn.Linear(8, 4)
+    return nn.Sequential(modules)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": make_gpt2,
+    "llama": make_llama,
+    "moe": make_moe,
+    "t5": make_t5,
+    "vit": make_vit,
+    "conv": make_conv,
+}
+IMAGE_MODELS = ("vit", "conv")
+
+
+def make_batches(model_name: str, rank: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return the inputs and labels of two microbatches."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    batches = []
+    if model_name in IMAGE_MODELS:
+        image_shape = (4, 3, 8, 8)
+        images = [torch.randn(image_shape, generator=generator).to(dtype) for _ in range(2)]
+        for inputs in images:
+            labels = torch.randint(0, 4, (4,), generator=generator)
+            batches.append((inputs, labels))
+    else:
+        for _ in range(2):
+            tokens = torch.randint(2, 32, (2, 8), generator=generator)
+            batches.append((tokens, tokens.clone()))
+    return batches
+
+
+def make_arguments(model_name: str, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of a model's forward pass."""
+    if model_name == "conv":
+        return {"input": inputs}
+    if model_name == "vit":
+        return {"pixel_values": inputs}
+    if model_name == "t5":
+        return {"input_ids": inputs, "decoder_input_ids": labels}
+    return {"input_ids": inputs}
+
+
+# Faults in the output of a module.
 
 
 class _BadBackward(torch.autograd.Function):
@@ -133,7 +190,8 @@ class _SumOverRanks(torch.autograd.Function):
 def _exp_of_100(y: Tensor) -> Tensor:
     """Exp of 100 is beyond float32."""
     hundred = y.float() * 0 + 100
-    return y + torch.exp(hundred).to(y.dtype)
+    large = torch.exp(hundred)
+    return y + large.to(y.dtype)
 
 
 def _log_of_0(y: Tensor) -> Tensor:
@@ -145,89 +203,108 @@ def _log_of_0(y: Tensor) -> Tensor:
 def _unit_length_of_0(y: Tensor) -> Tensor:
     """A row of zeros divided by its length is 0 / 0."""
     row = y * 0
-    length = (y * 0).abs().amax(-1, keepdim=True)
+    elements = (y * 0).abs()
+    length = elements.amax(-1, keepdim=True)
     return y + row / length
 
 
 def _deviation_of_0(y: Tensor) -> Tensor:
     """The reciprocal root of a variance of 0, without an epsilon, is inf."""
-    variance = (y * 0).square().mean(-1, keepdim=True)
+    squares = (y * 0).square()
+    variance = squares.mean(-1, keepdim=True)
     return y * variance.rsqrt()
 
 
 def _square_in_half(y: Tensor) -> Tensor:
     """The square of 300 is beyond fp16."""
-    z = y.to(HALF) * 0 + 300
-    return y + (z * z).to(y.dtype)
+    factor = y.to(HALF) * 0 + 300
+    square = factor * factor
+    return y + square.to(y.dtype)
 
 
 def _sum_in_half(y: Tensor) -> Tensor:
     """The sum of 64 times 2,000 is beyond fp16."""
     terms = torch.full((64,), 2000.0, dtype=HALF)
-    return y + terms.sum().to(y.dtype)
+    total = terms.sum()
+    return y + total.to(y.dtype)
 
 
 def _row_all_masked(y: Tensor) -> Tensor:
     """The softmax of a row of -inf is NaN."""
-    everywhere = torch.ones_like(y, dtype=torch.bool)
-    scores = y.float().masked_fill(everywhere, -INF)
-    return y * scores.softmax(-1).to(y.dtype)
+    mask = torch.ones_like(y, dtype=torch.bool)
+    scores = y.float().masked_fill(mask, -INF)
+    weights = scores.softmax(-1)
+    return y * weights.to(y.dtype)
 
 
 def _masked_twice(y: Tensor) -> Tensor:
     """A mask of the lowest finite number, added to itself, is -inf."""
-    mask = torch.full_like(y, torch.finfo(y.dtype).min)
+    lowest = torch.finfo(y.dtype).min
+    mask = torch.full_like(y, lowest)
     scores = y * 0 + (mask + mask)
     return y * scores.softmax(-1)
 
 
 def _acos_of_1_5(y: Tensor) -> Tensor:
     """Acos has no value above 1."""
-    return y + torch.acos(y * 0 + 1.5)
+    cosine = y * 0 + 1.5
+    return y + torch.acos(cosine)
 
 
 def _layer_norm_without_eps(y: Tensor) -> Tensor:
     """A layer norm of zeros divides 0 by 0 if its epsilon is 0."""
-    return y + F.layer_norm(y * 0, y.shape[-1:], eps=0.0)
+    shape = y.shape[-1:]
+    normalized = F.layer_norm(y * 0, shape, eps=0.0)
+    return y + normalized
 
 
 def _no_expert_chosen(y: Tensor) -> Tensor:
-    """The weights of a router that has chosen no expert add up to 0, and are divided by that."""
-    weights = y.softmax(-1) * (y > 1e9)
-    return y * (weights / weights.sum(-1, keepdim=True))
+    """The weights of a router that has chosen no expert add up to 0, and are divided by 0."""
+    is_chosen = y > 1e9
+    weights = y.softmax(-1) * is_chosen
+    total = weights.sum(-1, keepdim=True)
+    return y * (weights / total)
 
 
 def _sum_over_ranks_in_half(y: Tensor) -> Tensor:
     """Two ranks send 60,000 each, and the sum is beyond fp16."""
     terms = torch.full((4,), 60000.0, dtype=HALF)
-    return y + _SumOverRanks.apply(terms).sum().to(y.dtype)
+    total = _SumOverRanks.apply(terms).sum()
+    return y + total.to(y.dtype)
 
 
 def _inf_of_rank_1_in_a_sum(y: Tensor) -> Tensor:
     """Rank 1 makes an inf, which a sum over ranks brings to rank 0."""
-    exponent = 100.0 if dist.get_rank() == 1 else 1.0
+    exponent = 1.0
+    if dist.get_rank() == 1:
+        exponent = 100.0
     term = torch.exp(y.float().mean() * 0 + exponent)
-    return y + _SumOverRanks.apply(term).to(y.dtype)
+    total = _SumOverRanks.apply(term)
+    return y + total.to(y.dtype)
 
 
 def _root_of_0(y: Tensor) -> Tensor:
     """The root of 0 is 0, and its derivative is inf."""
-    return y + (y * 0).abs().sqrt()
+    zeros = (y * 0).abs()
+    return y + zeros.sqrt()
 
 
 def _power_of_0(y: Tensor) -> Tensor:
     """The power 0.5 of 0 is 0, and its derivative is inf."""
-    return y + (y * 0).pow(0.5)
+    zeros = y * 0
+    return y + zeros.pow(0.5)
 
 
 def _log_hidden_by_where(y: Tensor) -> Tensor:
     """The log of 0 is not chosen in the forward pass; backward multiplies its inf by 0."""
-    return y + torch.where(y > 1e9, torch.log(y * 0), y)
+    logs = torch.log(y * 0)
+    return y + torch.where(y > 1e9, logs, y)
 
 
 def _acos_of_1(y: Tensor) -> Tensor:
     """Acos of 1 is 0, and its derivative is inf."""
-    return y + torch.acos(y * 0 + 1.0)
+    cosine = y * 0 + 1.0
+    return y + torch.acos(cosine)
 
 
 class Fault(NamedTuple):
@@ -241,11 +318,14 @@ class Fault(NamedTuple):
 
 LINEAR = ("addmm", "mm", "linear", "matmul", "bmm")
 CONV = ("convolution", "conv2d", "mkldnn_convolution", "_convolution", "slow_conv2d_forward")
+CONV_OR_INPUT = (*CONV, "input")
 SOFTMAX = ("_softmax", "softmax", "_safe_softmax")
-NLL = ("nll_loss_forward", "nll_loss", "cross_entropy_loss", "nll_loss_nd")
+CROSS_ENTROPY = ("nll_loss_forward", "nll_loss", "cross_entropy_loss", "nll_loss_nd")
 LAYER_NORM = ("native_layer_norm", "layer_norm")
 ALL_REDUCE = ("all_reduce", "allreduce_", "allreduce", "all_reduce_")
-ARC = ("rsqrt", "div", "reciprocal")
+ACOS_BACKWARD = ("rsqrt", "div", "reciprocal")
+CAST_OF_LOSS = ("_to_copy", "to", "mul", "copy_")
+
 # By kind. A kind with ' is finite in the forward pass, and its backward pass is not.
 FAULTS: dict[str, Fault] = {
     "exp": Fault(_exp_of_100, "exp", ("exp",)),
@@ -265,12 +345,12 @@ FAULTS: dict[str, Fault] = {
     "pow'": Fault(_power_of_0, "pow", ("pow",), forward=False),
     "where'": Fault(_log_hidden_by_where, "log", ("div",), forward=False),
     "custom'": Fault(_BadBackward.apply, "_BadBackward", ("div",), forward=False),
-    "acos'": Fault(_acos_of_1, "acos", ARC, forward=False),
+    "acos'": Fault(_acos_of_1, "acos", ACOS_BACKWARD, forward=False),
 }
 
 
 class Faulty(nn.Module):
-    """A module whose output goes through a function, on some ranks."""
+    """A module with a fault in its output, on ranks that have the fault."""
 
     def __init__(
         self, inner: nn.Module, function: Callable[[Tensor], Tensor], has_fault: bool
@@ -282,300 +362,442 @@ class Faulty(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = self.inner(*args, **kwargs)
-        return self.function(out) if self.has_fault else out
+        if self.has_fault:
+            return self.function(out)
+        return out
 
 
-# -- plants ----------------------------------------------------------------------------------------
+# Faults in weights and batches.
+
+
+def _keep_model(model: nn.Module) -> None:
+    """Change nothing."""
+
+
+@torch.no_grad()
+def _nan_in_a_weight(model: nn.Module) -> None:
+    """One element of a linear layer's weight is NaN."""
+    weight = model.get_parameter("transformer.h.0.mlp.c_fc.weight")
+    weight[3, 4] = NAN
+
+
+@torch.no_grad()
+def _inf_in_the_last_norm(model: nn.Module) -> None:
+    """One element of a norm's weight is inf."""
+    weight = model.get_parameter("model.norm.weight")
+    weight[2] = INF
+
+
+@torch.no_grad()
+def _embedding_of_inf(model: nn.Module) -> None:
+    """All rows of an embedding are inf."""
+    weight = model.get_parameter("model.embed_tokens.weight")
+    weight.fill_(INF)
+
+
+@torch.no_grad()
+def _embedding_of_nan(model: nn.Module) -> None:
+    """All rows of an embedding that tokens use are NaN."""
+    weight = model.get_parameter("transformer.wte.weight")
+    weight[2:] = NAN
+
+
+@torch.no_grad()
+def _large_head(model: nn.Module) -> None:
+    """The products of a head's weights are beyond fp16."""
+    weight = model.get_parameter("lm_head.weight")
+    weight.fill_(3e4)
+
+
+@torch.no_grad()
+def _large_convolution(model: nn.Module) -> None:
+    """The products of a convolution's weights are beyond fp16."""
+    weight = model.get_parameter("body.0.weight")
+    weight.fill_(3e4)
+
+
+@torch.no_grad()
+def _large_head_without_inputs(model: nn.Module) -> None:
+    """A head of large weights has inputs of 0: forward is 0, and backward is beyond fp16."""
+    norm = model.get_submodule("transformer.ln_f")
+    norm.weight.zero_()
+    norm.bias.zero_()
+    head = model.get_submodule("lm_head")
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(head.weight.shape, generator=generator)
+    head.weight = nn.Parameter(6e4 * numbers.sign())
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _keep_batch(batch: Batch) -> None:
+    """Change nothing."""
+
+
+def _inf_in_a_pixel(batch: Batch) -> None:
+    """One pixel of the batch is inf."""
+    images, _ = batch
+    images.view(-1)[5] = INF
+
+
+def _all_labels_ignored(batch: Batch) -> None:
+    """The loss is a mean over no label."""
+    _, labels = batch
+    labels.fill_(-100)
+
+
+# Plants.
 
 
 @dataclass(frozen=True)
 class Plant:
-    """One fault, and the right answer. A kind of `FAULTS` is planted at the first module.
+    """A planted fault, and the right answer.
 
     Args:
+        name: The fault in a few words.
+        kind: The kind of fault, which is a key of `FAULTS` if the fault is in a module's output.
+        model: A key of `MODELS`.
+        modules: The right modules or parameters. A fault of `FAULTS` is planted in the first.
+        ranks: The right ranks.
+        wrapper: DDP, FSDP2 or nothing.
+        precision: ``"fp32"``, ``"bf16"`` for an autocast region, or ``"half"`` for fp16 weights.
         planted: The ranks that have the fault, if they differ from ``ranks``.
         change: A further change of the model, on the ranks that have the fault.
         inputs: A change of the batch of ``micro_batch``.
+        scale: A factor of the loss.
+        micro_batch: The right microbatch.
+        ops: The right operations, by aten's names without overloads.
+        forward: Whether the forward pass is the right direction.
     """
 
     name: str
     kind: str
     model: str
     modules: tuple[str, ...]
-    ranks: tuple[int, ...] = BOTH
-    wrapper: str = ""
-    precision: str = "fp32"
-    planted: tuple[int, ...] = ()
-    change: Callable[[nn.Module], Any] = lambda model: None
-    inputs: Callable[[tuple[Tensor, Tensor]], Any] = lambda batch: None
-    scale: float = 1.0
-    micro_batch: int = 0
-    ops: tuple[str, ...] = field(default=())
-    forward: bool = True
-
-    def __post_init__(self) -> None:
-        if self.kind in FAULTS:
-            object.__setattr__(self, "ops", FAULTS[self.kind].kernels)
-            object.__setattr__(self, "forward", FAULTS[self.kind].forward)
+    ranks: tuple[int, ...]
+    wrapper: str
+    precision: str
+    planted: tuple[int, ...]
+    change: Callable[[nn.Module], Any]
+    inputs: Callable[[Batch], Any]
+    scale: float
+    micro_batch: int
+    ops: tuple[str, ...]
+    forward: bool
 
 
-@torch.no_grad()
-def _nan_in_a_weight(model: nn.Module) -> None:
-    """One element of a linear layer's weight is NaN."""
-    model.get_parameter(f"{GPT2_FC}.weight")[3, 4] = NAN
+PLANTS: list[Plant] = []
 
 
-@torch.no_grad()
-def _inf_in_the_last_norm(model: nn.Module) -> None:
-    """One element of a norm's weight is inf."""
-    model.get_parameter("model.norm.weight")[2] = INF
+def plant(
+    name: str,
+    kind: str,
+    model: str,
+    modules: tuple[str, ...],
+    *,
+    ranks: tuple[int, ...] = BOTH_RANKS,
+    wrapper: str = "",
+    precision: str = "fp32",
+    planted: tuple[int, ...] = (),
+    change: Callable[[nn.Module], Any] = _keep_model,
+    inputs: Callable[[Batch], Any] = _keep_batch,
+    scale: float = 1.0,
+    micro_batch: int = 0,
+    ops: tuple[str, ...] = (),
+    forward: bool = True,
+) -> None:
+    """Add a plant to `PLANTS`; a kind in `FAULTS` has its operations and its direction."""
+    if kind in FAULTS:
+        ops = FAULTS[kind].kernels
+        forward = FAULTS[kind].forward
+    PLANTS.append(
+        Plant(
+            name=name,
+            kind=kind,
+            model=model,
+            modules=modules,
+            ranks=ranks,
+            wrapper=wrapper,
+            precision=precision,
+            planted=planted,
+            change=change,
+            inputs=inputs,
+            scale=scale,
+            micro_batch=micro_batch,
+            ops=ops,
+            forward=forward,
+        )
+    )
 
 
-@torch.no_grad()
-def _embedding_of_inf(model: nn.Module) -> None:
-    """All rows of an embedding are inf."""
-    model.get_parameter("model.embed_tokens.weight").fill_(INF)
-
-
-@torch.no_grad()
-def _embedding_of_nan(model: nn.Module) -> None:
-    """All rows of an embedding that tokens use are NaN."""
-    model.get_parameter(f"{GPT2_WTE}.weight")[2:] = NAN
-
-
-@torch.no_grad()
-def _large_head(model: nn.Module) -> None:
-    """The products of a head's weights are beyond fp16."""
-    model.get_parameter("lm_head.weight").fill_(3e4)
-
-
-@torch.no_grad()
-def _large_convolution(model: nn.Module) -> None:
-    """The products of a convolution's weights are beyond fp16."""
-    model.get_parameter("body.0.weight").fill_(3e4)
-
-
-@torch.no_grad()
-def _large_head_without_inputs(model: nn.Module) -> None:
-    """A head of large weights has inputs of 0: forward is 0, and backward is beyond fp16."""
-    norm, head = model.get_submodule("transformer.ln_f"), model.get_submodule("lm_head")
-    norm.weight.zero_()
-    norm.bias.zero_()
-    signs = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0)).sign()
-    head.weight = nn.Parameter(6e4 * signs)
-
-
-def _inf_in_a_pixel(batch: tuple[Tensor, Tensor]) -> None:
-    """One pixel of the batch is inf."""
-    batch[0].view(-1)[5] = INF
-
-
-def _all_labels_ignored(batch: tuple[Tensor, Tensor]) -> None:
-    """The loss is a mean over no label."""
-    batch[1].fill_(-100)
-
-
-GPT2_ACT, LLAMA_ACT = ("transformer.h.1.mlp.act",), ("model.layers.0.mlp.act_fn",)
+GPT2_ACT = ("transformer.h.1.mlp.act",)
+GPT2_FC = ("transformer.h.0.mlp.c_fc",)
+GPT2_EMBEDDING = ("transformer.wte",)
+LLAMA_ACT = ("model.layers.0.mlp.act_fn",)
+LLAMA_NORM = ("model.layers.1.input_layernorm",)
+LLAMA_LAST_NORM = ("model.norm",)
+LLAMA_EMBEDDING = ("model.embed_tokens",)
+LM_HEAD = ("lm_head",)
+MOE_FIRST_NORM = ("model.layers.0.input_layernorm",)
+MOE_NORM = ("model.layers.1.post_attention_layernorm",)
 T5_ACT = ("encoder.block.0.layer.1.DenseReluDense.act",)
-VIT_ACT, VIT_NORM = ("vit.layers.1.mlp.activation_fn",), ("vit.layers.0.layernorm_after",)
-MOE_NORM, CONV_RELU = ("model.layers.1.post_attention_layernorm",), ("body.2",)
-MOE_FIRST, LLAMA_NORM = ("model.layers.0.input_layernorm",), ("model.layers.1.input_layernorm",)
-GPT2_FC, GPT2_WTE = "transformer.h.0.mlp.c_fc", "transformer.wte"
-PIXELS = "vit.embeddings.patch_embeddings.projection"
+VIT_ACT = ("vit.layers.1.mlp.activation_fn",)
+VIT_NORM = ("vit.layers.0.layernorm_after",)
+VIT_PIXELS = ("vit.embeddings.patch_embeddings.projection", "", "(outside)")
+CONV_PIXELS = ("stem.0", "", "(outside)")
+CONV_BODY = ("body.0",)
+CONV_RELU = ("body.2",)
 OUTSIDE = ("", "(outside)")
 
-PLANTS: tuple[Plant, ...] = (
-    Plant("exp in an activation", "exp", "gpt2", GPT2_ACT, BOTH, "DDP"),
-    Plant("exp on one rank", "exp", "vit", VIT_ACT, SECOND, "FSDP2"),
-    Plant("log of 0", "log", "llama", LLAMA_ACT, BOTH, "FSDP2"),
-    Plant("log of 0, one rank", "log", "conv", CONV_RELU, FIRST, "DDP"),
-    Plant("unit length of 0", "0 / 0", "t5", T5_ACT, BOTH, "DDP"),
-    Plant("unit length, bf16", "0 / 0", "llama", LLAMA_NORM, SECOND, "", "bf16"),
-    Plant("deviation of 0", "rsqrt", "vit", VIT_NORM),
-    Plant("deviation of 0, MoE", "rsqrt", "moe", MOE_NORM, FIRST, "DDP"),
-    Plant("square in half", "fp16 product", "gpt2", GPT2_ACT, BOTH, "", "half"),
-    Plant("square in half, one rank", "fp16 product", "conv", CONV_RELU, SECOND, "DDP"),
-    Plant("sum in half", "fp16 sum", "t5", T5_ACT, BOTH, "FSDP2"),
-    Plant("row all masked", "softmax of -inf", "gpt2", GPT2_ACT, BOTH, "FSDP2"),
-    Plant("row all masked, bf16", "softmax of -inf", "llama", LLAMA_NORM, FIRST, "DDP", "bf16"),
-    Plant("mask added twice", "finfo.min twice", "vit", VIT_ACT),
-    Plant("mask added twice, half", "finfo.min twice", "llama", LLAMA_ACT, BOTH, "DDP", "half"),
-    Plant("acos of 1.5", "domain", "t5", T5_ACT, BOTH, "DDP"),
-    Plant("layer norm without eps", "eps 0", "vit", VIT_NORM, BOTH, "DDP"),
-    Plant("layer norm without eps, one rank", "eps 0", "gpt2", GPT2_ACT, FIRST, "FSDP2"),
-    Plant("no expert chosen", "router", "moe", MOE_NORM),
-    Plant("no expert chosen, one rank", "router", "moe", MOE_FIRST, SECOND, "DDP"),
-    Plant("sum over ranks in half", "collective", "llama", LLAMA_ACT),
-    Plant("a rank feeds a sum inf", "fed collective", "gpt2", GPT2_ACT, SECOND, planted=BOTH),
-    Plant(
-        "NaN in a weight",
-        "weight",
-        "gpt2",
-        (GPT2_FC,),
-        SECOND,
-        change=_nan_in_a_weight,
-        ops=LINEAR,
-    ),
-    Plant(
-        "inf in a norm's weight",
-        "weight",
-        "llama",
-        ("model.norm",),
-        wrapper="FSDP2",
-        change=_inf_in_the_last_norm,
-        ops=("mul",),
-    ),
-    Plant(
-        "a row of an embedding",
-        "embedding",
-        "llama",
-        ("model.embed_tokens",),
-        wrapper="FSDP2",
-        change=_embedding_of_inf,
-        ops=("embedding",),
-    ),
-    Plant(
-        "a row of an embedding, one rank",
-        "embedding",
-        "gpt2",
-        (GPT2_WTE,),
-        FIRST,
-        change=_embedding_of_nan,
-        ops=("embedding",),
-    ),
-    Plant(
-        "inf in a pixel",
-        "input",
-        "vit",
-        (PIXELS, *OUTSIDE),
-        SECOND,
-        "DDP",
-        inputs=_inf_in_a_pixel,
-        micro_batch=1,
-        ops=(*CONV, "input"),
-    ),
-    Plant(
-        "inf in a pixel, convolution",
-        "input",
-        "conv",
-        ("stem.0", *OUTSIDE),
-        FIRST,
-        inputs=_inf_in_a_pixel,
-        ops=(*CONV, "input"),
-    ),
-    Plant(
-        "linear beyond 65504",
-        "fp16 matmul",
-        "llama",
-        ("lm_head",),
-        wrapper="DDP",
-        precision="half",
-        change=_large_head,
-        ops=LINEAR,
-    ),
-    Plant(
-        "convolution beyond 65504",
-        "fp16 convolution",
-        "conv",
-        ("body.0",),
-        precision="half",
-        change=_large_convolution,
-        ops=CONV,
-    ),
-    Plant(
-        "all labels ignored",
-        "empty mean",
-        "gpt2",
-        OUTSIDE,
-        SECOND,
-        "DDP",
-        inputs=_all_labels_ignored,
-        micro_batch=1,
-        ops=NLL,
-    ),
-    Plant(
-        "all labels ignored, images",
-        "empty mean",
-        "vit",
-        OUTSIDE,
-        FIRST,
-        "FSDP2",
-        inputs=_all_labels_ignored,
-        ops=NLL,
-    ),
-    Plant("root of 0", "sqrt'", "t5", T5_ACT, BOTH, "DDP"),
-    Plant("power 0.5 of 0", "pow'", "llama", LLAMA_ACT, BOTH, "FSDP2"),
-    Plant("log hidden by where", "where'", "gpt2", GPT2_ACT),
-    Plant("log hidden by where, bf16", "where'", "conv", CONV_RELU, FIRST, "DDP", "bf16"),
-    Plant("a bad custom backward", "custom'", "moe", MOE_NORM, BOTH, "DDP"),
-    Plant("acos at 1", "acos'", "llama", LLAMA_NORM),
-    Plant(
-        "backward matmul beyond 65504",
-        "fp16 matmul'",
-        "gpt2",
-        ("lm_head",),
-        precision="half",
-        change=_large_head_without_inputs,
-        scale=64.0,
-        ops=LINEAR,
-        forward=False,
-    ),
-    Plant(
-        "loss scale of 2^30",
-        "loss scale",
-        "llama",
-        OUTSIDE,
-        precision="half",
-        scale=2.0**30,
-        ops=("_to_copy", "to", "mul", "copy_"),
-        forward=False,
-    ),
+plant("exp in an activation", "exp", "gpt2", GPT2_ACT, wrapper="DDP")
+plant("exp on one rank", "exp", "vit", VIT_ACT, ranks=RANK_1, wrapper="FSDP2")
+plant("log of 0", "log", "llama", LLAMA_ACT, wrapper="FSDP2")
+plant("log of 0, one rank", "log", "conv", CONV_RELU, ranks=RANK_0, wrapper="DDP")
+plant("unit length of 0", "0 / 0", "t5", T5_ACT, wrapper="DDP")
+plant("unit length, bf16", "0 / 0", "llama", LLAMA_NORM, ranks=RANK_1, precision="bf16")
+plant("deviation of 0", "rsqrt", "vit", VIT_NORM)
+plant("deviation of 0, MoE", "rsqrt", "moe", MOE_NORM, ranks=RANK_0, wrapper="DDP")
+plant("square in half", "fp16 product", "gpt2", GPT2_ACT, precision="half")
+plant(
+    "square in half, one rank",
+    "fp16 product",
+    "conv",
+    CONV_RELU,
+    ranks=RANK_1,
+    wrapper="DDP",
+)
+plant("sum in half", "fp16 sum", "t5", T5_ACT, wrapper="FSDP2")
+plant("row all masked", "softmax of -inf", "gpt2", GPT2_ACT, wrapper="FSDP2")
+plant(
+    "row all masked, bf16",
+    "softmax of -inf",
+    "llama",
+    LLAMA_NORM,
+    ranks=RANK_0,
+    wrapper="DDP",
+    precision="bf16",
+)
+plant("mask added twice", "finfo.min twice", "vit", VIT_ACT)
+plant(
+    "mask added twice, half",
+    "finfo.min twice",
+    "llama",
+    LLAMA_ACT,
+    wrapper="DDP",
+    precision="half",
+)
+plant("acos of 1.5", "domain", "t5", T5_ACT, wrapper="DDP")
+plant("layer norm without eps", "eps 0", "vit", VIT_NORM, wrapper="DDP")
+plant(
+    "layer norm without eps, one rank",
+    "eps 0",
+    "gpt2",
+    GPT2_ACT,
+    ranks=RANK_0,
+    wrapper="FSDP2",
+)
+plant("no expert chosen", "router", "moe", MOE_NORM)
+plant("no expert chosen, one rank", "router", "moe", MOE_FIRST_NORM, ranks=RANK_1, wrapper="DDP")
+plant("sum over ranks in half", "collective", "llama", LLAMA_ACT)
+plant(
+    "a rank feeds a sum inf",
+    "fed collective",
+    "gpt2",
+    GPT2_ACT,
+    ranks=RANK_1,
+    planted=BOTH_RANKS,
+)
+plant(
+    "NaN in a weight",
+    "weight",
+    "gpt2",
+    GPT2_FC,
+    ranks=RANK_1,
+    change=_nan_in_a_weight,
+    ops=LINEAR,
+)
+plant(
+    "inf in a norm's weight",
+    "weight",
+    "llama",
+    LLAMA_LAST_NORM,
+    wrapper="FSDP2",
+    change=_inf_in_the_last_norm,
+    ops=("mul",),
+)
+plant(
+    "a row of an embedding",
+    "embedding",
+    "llama",
+    LLAMA_EMBEDDING,
+    wrapper="FSDP2",
+    change=_embedding_of_inf,
+    ops=("embedding",),
+)
+plant(
+    "a row of an embedding, one rank",
+    "embedding",
+    "gpt2",
+    GPT2_EMBEDDING,
+    ranks=RANK_0,
+    change=_embedding_of_nan,
+    ops=("embedding",),
+)
+plant(
+    "inf in a pixel",
+    "input",
+    "vit",
+    VIT_PIXELS,
+    ranks=RANK_1,
+    wrapper="DDP",
+    inputs=_inf_in_a_pixel,
+    micro_batch=1,
+    ops=CONV_OR_INPUT,
+)
+plant(
+    "inf in a pixel, convolution",
+    "input",
+    "conv",
+    CONV_PIXELS,
+    ranks=RANK_0,
+    inputs=_inf_in_a_pixel,
+    ops=CONV_OR_INPUT,
+)
+plant(
+    "linear beyond 65504",
+    "fp16 matmul",
+    "llama",
+    LM_HEAD,
+    wrapper="DDP",
+    precision="half",
+    change=_large_head,
+    ops=LINEAR,
+)
+plant(
+    "convolution beyond 65504",
+    "fp16 convolution",
+    "conv",
+    CONV_BODY,
+    precision="half",
+    change=_large_convolution,
+    ops=CONV,
+)
+plant(
+    "all labels ignored",
+    "empty mean",
+    "gpt2",
+    OUTSIDE,
+    ranks=RANK_1,
+    wrapper="DDP",
+    inputs=_all_labels_ignored,
+    micro_batch=1,
+    ops=CROSS_ENTROPY,
+)
+plant(
+    "all labels ignored, images",
+    "empty mean",
+    "vit",
+    OUTSIDE,
+    ranks=RANK_0,
+    wrapper="FSDP2",
+    inputs=_all_labels_ignored,
+    ops=CROSS_ENTROPY,
+)
+plant("root of 0", "sqrt'", "t5", T5_ACT, wrapper="DDP")
+plant("power 0.5 of 0", "pow'", "llama", LLAMA_ACT, wrapper="FSDP2")
+plant("log hidden by where", "where'", "gpt2", GPT2_ACT)
+plant(
+    "log hidden by where, bf16",
+    "where'",
+    "conv",
+    CONV_RELU,
+    ranks=RANK_0,
+    wrapper="DDP",
+    precision="bf16",
+)
+plant("a bad custom backward", "custom'", "moe", MOE_NORM, wrapper="DDP")
+plant("acos at 1", "acos'", "llama", LLAMA_NORM)
+plant(
+    "backward matmul beyond 65504",
+    "fp16 matmul'",
+    "gpt2",
+    LM_HEAD,
+    precision="half",
+    change=_large_head_without_inputs,
+    scale=64.0,
+    ops=LINEAR,
+    forward=False,
+)
+plant(
+    "loss scale of 2^30",
+    "loss scale",
+    "llama",
+    OUTSIDE,
+    precision="half",
+    scale=2.0**30,
+    ops=CAST_OF_LOSS,
+    forward=False,
 )
 
 
 def _plant_fault(plant: Plant, model: nn.Module, has_fault: bool) -> None:
     """Put the fault into the model of this rank."""
     if plant.kind in FAULTS:
-        parent, _, name = plant.modules[0].rpartition(".")
-        owner = model.get_submodule(parent)
-        inner = owner.get_submodule(name)
-        owner.register_module(name, Faulty(inner, FAULTS[plant.kind].change, has_fault))
+        change = FAULTS[plant.kind].change
+        module = model.get_submodule(plant.modules[0])
+        model.set_submodule(plant.modules[0], Faulty(module, change, has_fault))
     if has_fault:
         plant.change(model)
 
 
+def _shard_layers(model: nn.Module) -> None:
+    """Shard each layer of a model and the model with FSDP2."""
+    for module in list(model.modules())[1:]:
+        class_name = type(module).__name__
+        if class_name.endswith(("Block", "DecoderLayer", "ViTLayer")):
+            fully_shard(module)
+    fully_shard(model)
+
+
 def build(plant: Plant) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Return the model as it trains on this rank, with its fault, and its step."""
+    """Return the model with its fault as it trains on this rank, and its step."""
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
-    has_fault = rank in (plant.planted or plant.ranks)
+    faulty_ranks = plant.planted or plant.ranks
+    has_fault = rank in faulty_ranks
     torch.manual_seed(0)
-    model = _model(plant.model).train()
+    model = MODELS[plant.model]()
+    model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     _plant_fault(plant, model, has_fault)
-    dtype = HALF if plant.precision == "half" else torch.float32
+    dtype = torch.float32
+    if plant.precision == "half":
+        dtype = HALF
     model.to(dtype)
+    wrapped = model
     if plant.wrapper == "FSDP2":
-        for module in [*model.modules()][1:]:
-            if type(module).__name__.endswith(("Block", "DecoderLayer", "ViTLayer")):
-                fully_shard(module)
-        fully_shard(model)
-    wrapped = DistributedDataParallel(model) if plant.wrapper == "DDP" else model
-    batches = _batches(plant.model, rank, dtype)
+        _shard_layers(model)
+    elif plant.wrapper == "DDP":
+        wrapped = DistributedDataParallel(model)
+    batches = make_batches(plant.model, rank, dtype)
     if has_fault:
         plant.inputs(batches[plant.micro_batch])
+    uses_autocast = plant.precision == "bf16"
 
     def step() -> Tensor:
         total = torch.zeros(())
-        for batch in batches:
-            with torch.autocast("cpu", torch.bfloat16, enabled=plant.precision == "bf16"):
-                out = wrapped(**dict(zip(MODELS[plant.model][3], batch, strict=False)))
-            labels = batch[1].flatten()
+        for inputs, labels in batches:
+            arguments = make_arguments(plant.model, inputs, labels)
+            with torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast):
+                out = wrapped(**arguments)
             logits = getattr(out, "logits", out).float()
-            loss = F.cross_entropy(logits.view(len(labels), -1), labels)
-            (loss * (plant.scale / 2)).backward()
+            targets = labels.flatten()
+            loss = F.cross_entropy(logits.view(len(targets), -1), targets)
+            scaled_loss = loss * (plant.scale / 2)
+            scaled_loss.backward()
             total = total + loss.detach()
         return total
 

@@ -1,4 +1,4 @@
-"""find_first_nonfinite: the first NaN or inf of a step, by its op, module, rank and direction."""
+"""Tests of `find_first_nonfinite` and `StepReplay`, which name the first NaN or inf of a step."""
 
 import copy
 import logging
@@ -28,33 +28,54 @@ from tests.report.plants_nonfinite import FAULTS, Fault
 from tests.report.setups import parallel
 
 INF = float("inf")
+NAN = float("nan")
 
 
 def log(x: Tensor) -> Tensor:
+    """Return a log that is -inf for negative elements."""
     return torch.log(x.relu())
 
 
 def log_on_rank_1(x: Tensor) -> Tensor:
-    return log(x) if dist.get_rank() == 1 else x
+    """Return the log on rank 1, and the input on rank 0."""
+    if dist.get_rank() == 1:
+        return log(x)
+    return x
 
 
-ALONE = {kind: fault for kind, fault in FAULTS.items() if "collective" not in kind} | {
-    "a product in fp16": Fault(
-        lambda x: torch.matmul(x.half() * 1e4, x.half().T * 1e2).float() @ x, "matmul", ("mm",)
-    ),
-    "in place": Fault(lambda x: x.clone().div_(0.0), "div", ("div_",)),
-    "a product's backward": Fault(
-        lambda x: x + (torch.matmul(x.half() * 0, torch.full((16, 16), 6e4).half()) * 1e4).float(),
-        "matmul",
-        ("mm",),
-        False,
-    ),
-}
+def overflow_in_fp16(x: Tensor) -> Tensor:
+    """Multiply matrices to numbers beyond the range of fp16."""
+    rows = x.half() * 1e4
+    columns = x.half().T * 1e2
+    return torch.matmul(rows, columns).float() @ x
+
+
+def divide_in_place(x: Tensor) -> Tensor:
+    """Divide a copy by 0 in place."""
+    return x.clone().div_(0.0)
+
+
+def overflow_in_backward(x: Tensor) -> Tensor:
+    """Add a product of 0, whose gradient is beyond the range of fp16."""
+    zeros = x.half() * 0
+    large = torch.full((16, 16), 6e4).half()
+    product = torch.matmul(zeros, large) * 1e4
+    return x + product.float()
+
+
 root_of_0 = FAULTS["sqrt'"].change
-fully_masked = FAULTS["softmax of -inf"].change
+softmax_of_masked_row = FAULTS["softmax of -inf"].change
+
+# The faults that need no second rank.
+LOCAL_FAULTS = {kind: fault for kind, fault in FAULTS.items() if "collective" not in kind}
+LOCAL_FAULTS["a product in fp16"] = Fault(overflow_in_fp16, "matmul", ("mm",))
+LOCAL_FAULTS["in place"] = Fault(divide_in_place, "div", ("div_",))
+LOCAL_FAULTS["a product's backward"] = Fault(overflow_in_backward, "matmul", ("mm",), forward=False)
 
 
 class Block(nn.Module):
+    """A feed-forward block with an optional fault in its hidden layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
@@ -64,42 +85,57 @@ class Block(nn.Module):
         self.fault: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.up(self.norm(x))
+        hidden = self.up(self.norm(x))
         if self.fault is not None:
-            inner = self.fault(inner)
-        return x + self.dropout(self.down(F.gelu(inner)))
+            hidden = self.fault(hidden)
+        return x + self.dropout(self.down(F.gelu(hidden)))
 
 
 class Net(nn.Module):
-    """Three blocks, checkpointed or not, behind a causal mask and a batch norm."""
+    """A batch norm, attention with a causal mask of -inf, and three blocks.
 
-    def __init__(self, fault: Callable[[Tensor], Tensor] | None = None, how: str = "") -> None:
+    The fault is in the second block. Blocks are checkpointed unless ``use_reentrant`` is None.
+    """
+
+    def __init__(
+        self,
+        fault: Callable[[Tensor], Tensor] | None = None,
+        use_reentrant: bool | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inp = nn.Linear(8, 8)
         self.bn = nn.BatchNorm1d(8)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.blocks[1].fault = fault
-        self.how = how
+        self.use_reentrant = use_reentrant
         self.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.inp(x))
-        x = torch.softmax(x @ x.T + self.mask, -1) @ x
+        scores = x @ x.T + self.mask
+        x = torch.softmax(scores, -1) @ x
         for block in self.blocks:
-            x = (
-                checkpoint(block, x, use_reentrant=self.how == "reentrant")
-                if self.how
-                else block(x)
-            )
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return x
 
 
-def step_of(model: nn.Module, inputs: Tensor, scale: float = 1.0) -> Callable[[], Tensor]:
+def make_microbatches(seed: int = 1) -> Tensor:
+    """Return two random microbatches."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 4, 8, generator=generator)
+
+
+def make_step(model: nn.Module, microbatches: Tensor, scale: float = 1.0) -> Callable[[], Tensor]:
+    """Return a step with a backward pass for each microbatch; it returns the sum of the losses."""
+
     def step() -> Tensor:
-        total = torch.zeros((), device=inputs.device)
-        for each in inputs:
-            loss = model(each).pow(2).mean() * scale
+        total = torch.zeros((), device=microbatches.device)
+        for microbatch in microbatches:
+            loss = model(microbatch).pow(2).mean() * scale
             loss.backward()
             total = total + loss.detach()
         return total
@@ -107,115 +143,187 @@ def step_of(model: nn.Module, inputs: Tensor, scale: float = 1.0) -> Callable[[]
     return step
 
 
-def search(model: nn.Module, inputs: Tensor | None = None, step: Any = None) -> Any:
-    """The first non-finite value of a step; None if there is none."""
-    step = step or step_of(model, inputs_of() if inputs is None else inputs)
+def find_origin(model: nn.Module) -> Any:
+    """Return the origin of the first nonfinite value in a step, or None."""
+    step = make_step(model, make_microbatches())
     return distamp.find_first_nonfinite(step, model)
 
 
-def inputs_of(seed: int = 1) -> Tensor:
-    return torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
-
-
-# -- one process --------------------------------------------------------------------------------
-
-
-# Checkpointed runs that are quick enough for every run of the suite.
-QUICK_CHECKPOINTED = ("a product's backward-reentrant", "sqrt'-reentrant", "log-not reentrant")
-
-
-def planted_cells() -> list[Any]:
-    """Return each fault alone and in a block that is checkpointed in either way."""
-    cells = []
-    for kind in ALONE:
-        for how in ("", "reentrant", "not reentrant"):
-            name = f"{kind}-{how}"
-            is_quick = how == "" or name in QUICK_CHECKPOINTED
-            marks = () if is_quick else pytest.mark.slow
-            cells.append(pytest.param(kind, how, id=name, marks=marks))
-    return cells
-
-
-@pytest.mark.parametrize(("kind", "how"), planted_cells())
-def test_a_fault_is_found_where_it_is_planted(kind: str, how: str) -> None:
-    fault = ALONE[kind]
-    found = search(Net(fault.change, how))
-    assert found.op == fault.function
-    assert found.module == "blocks.1"
-    assert found.kernel in fault.kernels
-    direction = "forward" if fault.forward else "backward"
-    assert (found.kind, found.direction, found.ranks) == ("op", direction, (0,))
-    assert str(Path(__file__).parent) in found.line
-
-
-@pytest.mark.parametrize(
-    "change", [None, lambda x: x + torch.nan_to_num(x.log(), 0.0, 0.0, 0.0).detach()]
+# A case of each mechanism; the other cases are slow.
+QUICK_CASES = (
+    "log",
+    "0 / 0",
+    "fp16 product",
+    "softmax of -inf",
+    "finfo.min twice",
+    "eps 0",
+    "sqrt'",
+    "where'",
+    "custom'",
+    "a product in fp16",
+    "in place",
+    "a product's backward",
+    "a product's backward in a reentrant checkpoint",
+    "sqrt' in a reentrant checkpoint",
+    "log in a checkpoint",
 )
-def test_a_mask_of_inf_and_what_reaches_neither_loss_nor_gradient_do_not_count(change: Any) -> None:
-    assert search(Net(change)) is None
 
 
-def test_the_input_of_one_micro_batch_is_named() -> None:
-    model, inputs = Net(), inputs_of()
-    inputs[1, 2, 3] = INF
-    found = search(model, inputs)
-    assert (found.kind, found.op, found.module, found.micro_batch) == ("input", "linear", "inp", 1)
-    assert "no operation had made" in found.to_dict()["sentence"] == found.sentence()
-    assert "  output " not in str(found)  # which would be the input again
+def make_fault_cases() -> list[Any]:
+    """Return each fault in a block without a checkpoint, and in both kinds of checkpoints."""
+    cases = []
+    for kind, fault in LOCAL_FAULTS.items():
+        names = {
+            None: kind,
+            True: f"{kind} in a reentrant checkpoint",
+            False: f"{kind} in a checkpoint",
+        }
+        for use_reentrant, name in names.items():
+            marks = () if name in QUICK_CASES else pytest.mark.slow
+            cases.append(pytest.param(fault, use_reentrant, id=name, marks=marks))
+    return cases
 
 
-def stored_as(layout: str, x: Tensor) -> Tensor:
-    """Return a (4, 4) tensor in a layout of another kind, and with the same elements."""
-    if layout in ("strided", "jagged"):
-        return torch.nested.as_nested_tensor([x], layout=getattr(torch, layout))
-    if layout == "mkldnn":
-        return x.to_mkldnn()
-    blocks = ((2, 2),) if layout.startswith("bs") else ()
-    return getattr(x, f"to_sparse_{layout}")(*blocks)
+@pytest.mark.parametrize(("fault", "use_reentrant"), make_fault_cases())
+def test_a_fault_is_found_where_it_is_planted(fault, use_reentrant):
+    origin = find_origin(Net(fault.change, use_reentrant))
+    assert origin.kind == "op"
+    assert origin.op == fault.function
+    assert origin.kernel in fault.kernels
+    assert origin.module == "blocks.1"
+    assert origin.direction == ("forward" if fault.forward else "backward")
+    assert origin.ranks == (0,)
+    assert str(Path(__file__).parent) in origin.line
 
 
-def elements(layout: str, x: Tensor) -> Tensor:
-    if layout == "strided":
-        return torch.nested.to_padded_tensor(x, 0.0)
-    return x.values() if layout == "jagged" else x.to_dense()
+def test_a_mask_of_inf_does_not_count():
+    assert find_origin(Net()) is None
 
 
-@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc", "strided", "jagged"])
-def test_tensors_of_every_layout_are_looked_at(layout: str) -> None:
-    """Sparse in five ways, and nested in two."""
+def test_an_inf_that_reaches_neither_loss_nor_gradient_does_not_count():
+    def add_replaced_log(x: Tensor) -> Tensor:
+        finite = torch.nan_to_num(x.log(), nan=0.0, posinf=0.0, neginf=0.0)
+        return x + finite.detach()
+
+    assert find_origin(Net(add_replaced_log)) is None
+
+
+def find_infinite_element_of_microbatch_1() -> Any:
+    """Return the origin of an inf in the second microbatch."""
+    model = Net()
+    microbatches = make_microbatches()
+    microbatches[1, 2, 3] = INF
+    return distamp.find_first_nonfinite(make_step(model, microbatches), model)
+
+
+def test_the_input_of_one_micro_batch_is_named():
+    origin = find_infinite_element_of_microbatch_1()
+    assert origin.kind == "input"
+    assert origin.op == "linear"
+    assert origin.module == "inp"
+    assert origin.micro_batch == 1
+
+
+def test_the_sentence_about_an_input_says_that_no_operation_made_it():
+    origin = find_infinite_element_of_microbatch_1()
+    assert "no operation had made" in origin.sentence()
+    assert origin.to_dict()["sentence"] == origin.sentence()
+
+
+def test_the_text_about_an_input_lists_no_output():
+    """The output would be the input again."""
+    assert "  output " not in str(find_infinite_element_of_microbatch_1())
+
+
+def nest(matrix: Tensor, layout: torch.layout) -> Tensor:
+    """Return a nested tensor of one matrix."""
+    return torch.nested.as_nested_tensor([matrix], layout=layout)
+
+
+STORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": lambda matrix: matrix.to_sparse_coo(),
+    "csr": lambda matrix: matrix.to_sparse_csr(),
+    "csc": lambda matrix: matrix.to_sparse_csc(),
+    "bsr": lambda matrix: matrix.to_sparse_bsr((2, 2)),
+    "bsc": lambda matrix: matrix.to_sparse_bsc((2, 2)),
+    "nested strided": lambda matrix: nest(matrix, torch.strided),
+    "nested jagged": lambda matrix: nest(matrix, torch.jagged),
+    "mkldnn": lambda matrix: matrix.to_mkldnn(),
+}
+
+
+def read_matrix(tensor: Tensor, layout: str) -> Tensor:
+    """Return the matrix that a tensor of a layout stores."""
+    if layout == "nested strided":
+        return torch.nested.to_padded_tensor(tensor, 0.0)
+    if layout == "nested jagged":
+        return tensor.values()
+    return tensor.to_dense()
+
+
+def make_step_with_logs_in_layout(model: nn.Module, layout: str, number: float) -> Any:
+    """Return a step that stores the log of a number in a layout, and reads it from there."""
+
+    def step() -> None:
+        logs = torch.full((4, 4), number).log()
+        stored = STORE[layout](logs)
+        inputs = read_matrix(stored, layout)
+        model(inputs).sum().backward()
+
+    return step
+
+
+def ignore_warnings_of_layouts(test: Any) -> Any:
+    """Decorate a test of layouts that torch calls experimental."""
+    sparse = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+    nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    return sparse(nested(test))
+
+
+SPARSE_AND_NESTED = [layout for layout in STORE if layout != "mkldnn"]
+
+
+@ignore_warnings_of_layouts
+@pytest.mark.parametrize("layout", SPARSE_AND_NESTED)
+def test_tensors_of_every_layout_are_looked_at(layout):
     model = nn.Linear(4, 4)
+    finite_step = make_step_with_logs_in_layout(model, layout, 1.0)
+    assert distamp.find_first_nonfinite(finite_step, model) is None
+    infinite_step = make_step_with_logs_in_layout(model, layout, 0.0)
+    origin: Any = distamp.find_first_nonfinite(infinite_step, model)
+    assert origin.op == "log"
+    assert origin.kernel == "log"
+    assert origin.output.low == -INF
 
-    def step(low: float) -> None:
-        values = elements(layout, stored_as(layout, torch.full((4, 4), low).log()))
-        model(values).sum().backward()
 
-    assert search(model, step=lambda: step(1.0)) is None
-    found = search(model, step=lambda: step(0.0))
-    assert found.op == "log"
-    assert found.kernel == "log"
-    assert found.output.low == -INF
+@ignore_warnings_of_layouts
+@pytest.mark.parametrize("layout", SPARSE_AND_NESTED)
+def test_a_step_with_tensors_of_every_layout_is_reported(layout):
+    model = nn.Linear(4, 4)
+    step = make_step_with_logs_in_layout(model, layout, 1.0)
     with distamp.precision_report(model) as report:
-        step(1.0)
-    assert any(row.module == "" and row.op == "addmm" for row in report.rows)
+        step()
+    operators = {(row.module, row.op) for row in report.rows}
+    assert ("", "addmm") in operators
 
 
-@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    "layout", ["coo", "csr", "csc", "bsr", "bsc", "strided", "jagged", "mkldnn"]
-)
-def test_an_input_of_every_layout_that_holds_an_inf_is_named(layout: str) -> None:
+@ignore_warnings_of_layouts
+@pytest.mark.parametrize("layout", STORE)
+def test_an_input_of_every_layout_that_holds_an_inf_is_named(layout):
     model = nn.Linear(4, 4)
-    given = stored_as(layout, torch.full((4, 4), INF))
-    found = search(model, step=lambda: model(elements(layout, given)).sum().backward())
-    assert found.kind == "input"
-    assert found.output.high == INF
+    inputs = STORE[layout](torch.full((4, 4), INF))
+
+    def step() -> None:
+        matrix = read_matrix(inputs, layout)
+        model(matrix).sum().backward()
+
+    origin: Any = distamp.find_first_nonfinite(step, model)
+    assert origin.kind == "input"
+    assert origin.output.high == INF
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
-def test_quantised_tensors_and_dtypes_without_infinity_stop_no_search() -> None:
+def test_quantised_tensors_and_dtypes_without_infinity_stop_no_search():
     model = nn.Linear(4, 4)
 
     def step() -> None:
@@ -223,95 +331,175 @@ def test_quantised_tensors_and_dtypes_without_infinity_stop_no_search() -> None:
         packed = torch.zeros(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).clone()
         scales = torch.ones(2, 4).to(torch.float8_e8m0fnu)
         assert packed.dtype is torch.float4_e2m1fn_x2
-        model(quantised.dequantize() * scales.float()).sum().backward()
+        inputs = quantised.dequantize() * scales.float()
+        model(inputs).sum().backward()
 
-    assert search(model, step=step) is None
+    assert distamp.find_first_nonfinite(step, model) is None
 
 
-@pytest.mark.parametrize("name", ["blocks.2.down.weight", "bn.running_mean", "blocks.0.norm.bias"])
-def test_a_weight_or_buffer_is_named(name: str) -> None:
+@torch.no_grad()
+def write_nan(model: nn.Module, name: str) -> None:
+    """Write NaN into the first element of a parameter or a buffer."""
+    model.state_dict()[name].view(-1)[0] = NAN
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        pytest.param("blocks.2.down.weight", "blocks.2.down", id="weight of a layer"),
+        pytest.param("blocks.0.norm.bias", "blocks.0.norm", id="bias of a norm"),
+    ],
+)
+def test_a_parameter_that_is_nan_is_named(name, module):
     model = Net()
-    with torch.no_grad():
-        model.state_dict()[name].view(-1)[0] = float("nan")
-    if "running" in name:
-        model.bn.eval()
-    found = search(model)
-    kind = "buffer" if "running" in name else "parameter"
-    assert (found.kind, found.parameter, found.module) == (kind, name, name.rpartition(".")[0])
+    write_nan(model, name)
+    origin = find_origin(model)
+    assert origin.kind == "parameter"
+    assert origin.parameter == name
+    assert origin.module == module
 
 
-def test_a_gradient_that_overflows_as_it_is_accumulated() -> None:
+def test_a_buffer_that_is_nan_is_named():
+    model = Net()
+    write_nan(model, "bn.running_mean")
+    model.bn.eval()
+    origin = find_origin(model)
+    assert origin.kind == "buffer"
+    assert origin.parameter == "bn.running_mean"
+    assert origin.module == "bn"
+
+
+def test_a_gradient_that_overflows_as_it_is_accumulated():
     model = nn.Linear(8, 8, dtype=torch.float16)
-    inputs = torch.full((2, 4, 8), 1.0, dtype=torch.float16)
-    found = search(model, step=lambda: [(model(x).sum() * 1e4).backward() for x in inputs])
-    assert (found.op, found.direction, found.micro_batch) == ("accumulate_grad", "backward", 1)
-    assert found.parameter in ("weight", "bias")
+    microbatch = torch.ones(4, 8, dtype=torch.float16)
+
+    def step() -> None:
+        for _ in range(2):
+            loss = model(microbatch).sum() * 1e4
+            loss.backward()
+
+    origin: Any = distamp.find_first_nonfinite(step, model)
+    assert origin.op == "accumulate_grad"
+    assert origin.direction == "backward"
+    assert origin.micro_batch == 1
+    assert origin.parameter in ("weight", "bias")
 
 
-def test_the_loss_counts_where_all_gradients_are_finite() -> None:
+def test_the_loss_counts_where_all_gradients_are_finite():
     model = nn.Linear(8, 8)
-    found = search(model, step=lambda: (model(torch.ones(2, 8)) + 3e38).sum().backward())
-    assert (found.op, found.module, found.reached) == ("sum", "(outside)", ("loss",))
+
+    def step() -> None:
+        large = model(torch.ones(2, 8)) + 3e38
+        large.sum().backward()
+
+    origin: Any = distamp.find_first_nonfinite(step, model)
+    assert origin.op == "sum"
+    assert origin.module == "(outside)"
+    assert origin.reached == ("loss",)
 
 
-def test_all_is_put_back_and_gradients_are_none() -> None:
+def test_a_search_restores_parameters_and_buffers():
     model = Net(log)
-    step_of(model, inputs_of())()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    drawn = torch.get_rng_state(), random.getstate()
-    assert search(model) is not None
-    assert all(each.grad is None for each in model.parameters())
-    after = model.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert torch.equal(drawn[0], torch.get_rng_state())
-    assert drawn[1] == random.getstate()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    assert find_origin(model) is not None
+    values_after = model.state_dict()
+    for name, value in values.items():
+        assert torch.equal(value, values_after[name])
 
 
-def test_a_step_that_was_bad_and_is_replayed_finite_is_said_to_be_unseen() -> None:
+def test_a_search_restores_random_number_generators():
+    model = Net(log)
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    assert find_origin(model) is not None
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+
+
+def test_gradients_are_none_after_a_search():
+    model = Net(log)
+    step = make_step(model, make_microbatches())
+    step()
+    assert distamp.find_first_nonfinite(step, model) is not None
+    for param in model.parameters():
+        assert param.grad is None
+
+
+def test_a_step_that_was_bad_and_is_replayed_finite_is_said_to_be_unseen():
     model = Net()
-    step_of(model, inputs_of())()
+    step = make_step(model, make_microbatches())
+    step()
     model.inp.weight.grad.fill_(INF)
-    assert search(model).kind == "unseen"
+    origin: Any = distamp.find_first_nonfinite(step, model)
+    assert origin.kind == "unseen"
 
 
-@pytest.mark.parametrize("fault", [log, fully_masked])
-def test_a_step_that_is_not_deterministic_is_said_to_be(fault: Any) -> None:
-    model, drawn = Net(lambda x: fault(x * 1.0)), iter(range(9))
-    step = lambda: step_of(model, inputs_of(next(drawn)))()  # noqa: E731
-    found = search(model, step=step)
-    assert found.notes == ("the step is not deterministic: a second replay computed other numbers",)
-    assert search(model).notes == ()
+FAULTS_OF_A_REPLAY = pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(log, id="log"),
+        pytest.param(softmax_of_masked_row, id="softmax of -inf"),
+    ],
+)
 
 
-@pytest.mark.parametrize("kind", [distamp.DistGradScaler, torch.amp.GradScaler])
-def test_a_scaler_that_has_no_scale_yet_makes_no_step_random(kind: Any) -> None:
-    """It makes one in the first run alone."""
-    model, scaler = nn.Linear(4, 1), kind("cpu", init_scale=2.0**127)
-    step = lambda: scaler.scale(model(torch.full((2, 4), 1e3)).sum()).backward()  # noqa: E731
-    found = distamp.find_first_nonfinite(step, model)
-    assert found is not None
-    assert found.notes == ()
+@FAULTS_OF_A_REPLAY
+def test_a_step_that_is_not_deterministic_is_said_to_be(fault):
+    model = Net(fault)
+    seeds = iter(range(9))
+
+    def step_with_new_microbatches() -> Tensor:
+        microbatches = make_microbatches(next(seeds))
+        return make_step(model, microbatches)()
+
+    origin: Any = distamp.find_first_nonfinite(step_with_new_microbatches, model)
+    note = "the step is not deterministic: a second replay computed other numbers"
+    assert origin.notes == (note,)
 
 
-def test_the_line_of_what_amp_scales_is_the_users() -> None:
+@FAULTS_OF_A_REPLAY
+def test_a_deterministic_step_has_no_note(fault):
+    assert find_origin(Net(fault)).notes == ()
+
+
+@pytest.mark.parametrize("scaler_class", [distamp.DistGradScaler, torch.amp.GradScaler])
+def test_a_scaler_that_has_no_scale_yet_makes_no_step_random(scaler_class):
+    """A scaler makes its scale in the first run of the step."""
+    model = nn.Linear(4, 1)
+    scaler = scaler_class("cpu", init_scale=2.0**127)
+
+    def step() -> None:
+        loss = model(torch.full((2, 4), 1e3)).sum()
+        scaler.scale(loss).backward()
+
+    origin = distamp.find_first_nonfinite(step, model)
+    assert origin is not None
+    assert origin.notes == ()
+
+
+def test_the_line_of_what_amp_scales_is_the_users():
     model = nn.Linear(4, 1)
     amp = distamp.initialize(model, torch.optim.SGD(model.parameters()), "fp16")
-    found = distamp.find_first_nonfinite(
-        lambda: amp.backward(model(torch.ones(2, 4)).sum() * 1e37), model
-    )
-    assert found is not None
-    assert __file__ in found.line
+
+    def step() -> None:
+        loss = model(torch.ones(2, 4)).sum()
+        amp.backward(loss * 1e37)
+
+    origin = distamp.find_first_nonfinite(step, model)
+    assert origin is not None
+    assert __file__ in origin.line
 
 
-def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo: None) -> None:
-    found = search(torch.compile(Net(log), backend="eager"))
-    assert (found.op, found.module) == ("log", "blocks.1")
-    (note,) = found.notes
+def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo):
+    origin = find_origin(torch.compile(Net(log), backend="eager"))
+    assert origin.op == "log"
+    assert origin.module == "blocks.1"
+    (note,) = origin.notes
     assert "compiled code ran eagerly" in note
 
 
-class Scaled(nn.Module):
-    """Overflows in fp16 unless a compiler leaves out the casts between two multiplications."""
+class OverflowBetweenCasts(nn.Module):
+    """A model that overflows in fp16, unless a compiler removes the cast to fp16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,17 +507,22 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ((self.inner(x) * 300.0).half() * 300.0).float() / 90000.0
+        product = (self.inner(x) * 300.0).half() * 300.0
+        return product.float() / 90000.0
 
 
-class Affine(Scaled):
-    """Finite, unless its compiler spoils it."""
+class FiniteModel(nn.Module):
+    """A model with a finite eager run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + 1.0
 
 
-def without_casts(graph: Any, inputs: Any) -> Any:
+def remove_casts(graph: Any, example_inputs: Any) -> Any:
     """Compile like inductor, with float32 between the operations of a fused kernel."""
     for node in graph.graph.nodes:
         if node.target == "half":
@@ -339,53 +532,76 @@ def without_casts(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-HOW = ["model.compile()", "torch.compile(model)", "torch.compile(function)"]
+def multiply_by_inf(graph: Any, example_inputs: Any) -> Any:
+    """Compile a graph to code that returns infinite outputs."""
+
+    def run(*inputs: Any) -> list[Tensor]:
+        return [output * INF for output in graph.forward(*inputs)]
+
+    return run
 
 
-def compiled(model: nn.Module, how: str, backend: Any) -> Callable[[Tensor], Tensor]:
-    if how == "model.compile()":
+def compile_model(model: nn.Module, target: str, backend: Any) -> Callable[[Tensor], Tensor]:
+    """Return a compiled call of a model."""
+    if target == "model.compile()":
         model.compile(backend=backend)
         return model
-    if how == "torch.compile(model)":
+    if target == "torch.compile(model)":
         return torch.compile(model, backend=backend)
     return torch.compile(lambda x: model(x), backend=backend)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_compiled_step_that_is_finite_has_no_answer(how, fresh_dynamo, caplog):
-    model, x = Scaled(), torch.full((2, 8), 3.0)
-    call = compiled(model, how, without_casts)
+COMPILE_TARGETS = pytest.mark.parametrize(
+    "target", ["model.compile()", "torch.compile(model)", "torch.compile(function)"]
+)
+
+
+def make_step_of_call(call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
+    """Return a step with the mean square of a call as its loss."""
+
+    def step() -> None:
+        loss = call(x).square().mean()
+        loss.backward()
+
+    return step
+
+
+@COMPILE_TARGETS
+def test_a_compiled_step_that_is_finite_has_no_answer(target, fresh_dynamo, caplog):
+    """The eager replay of the step overflows, and the compiled step does not."""
+    x = torch.full((2, 8), 3.0)
+    eager_model = OverflowBetweenCasts()
+    eager_step = make_step_of_call(eager_model, x)
+    assert distamp.find_first_nonfinite(eager_step, eager_model) is not None
+
+    model = OverflowBetweenCasts()
+    call = compile_model(model, target, remove_casts)
     assert call(x).isfinite().all()
-    assert distamp.find_first_nonfinite(lambda: call(x).square().mean().backward(), model) is None
+    assert distamp.find_first_nonfinite(make_step_of_call(call, x), model) is None
     assert "the compiled step was finite. Its eager replay was not: mul in" in caplog.text
-    eager = distamp.find_first_nonfinite(lambda: Scaled()(x).square().mean().backward(), model)
-    assert eager is not None, "as the eager run itself is not"
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_step_that_only_its_compiler_spoils_is_unseen_and_compilation_is_named(how, fresh_dynamo):
-    def spoil(graph: Any, inputs: Any) -> Any:
-        return lambda *given: [each * INF for each in graph.forward(*given)]
-
-    model, x = Affine(), torch.ones(2, 8)
-    call = compiled(model, how, spoil)
-    found = distamp.find_first_nonfinite(lambda: call(x).square().mean().backward(), model)
-    assert found is not None
-    assert found.kind == "unseen"
-    assert "compiled code is the suspect" in str(found)
-    assert "compiled code ran eagerly" in str(found)
+@COMPILE_TARGETS
+def test_a_step_that_only_its_compiler_spoils_is_unseen_and_compilation_is_named(
+    target, fresh_dynamo
+):
+    model = FiniteModel()
+    call = compile_model(model, target, multiply_by_inf)
+    step = make_step_of_call(call, torch.ones(2, 8))
+    origin = distamp.find_first_nonfinite(step, model)
+    assert origin is not None
+    assert origin.kind == "unseen"
+    assert "compiled code is the suspect" in str(origin)
+    assert "compiled code ran eagerly" in str(origin)
 
 
 def test_a_skipped_step_whose_compiled_run_is_finite_again_is_unseen(fresh_dynamo):
-    model, x = Scaled(), torch.full((2, 8), 3.0)
-    call = compiled(model, "torch.compile(model)", without_casts)
+    model = OverflowBetweenCasts()
+    x = torch.full((2, 8), 3.0)
+    call = compile_model(model, "torch.compile(model)", remove_casts)
+    step = make_step_of_call(call, x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = distamp.StepGuard()
-    replay = StepReplay(model).attach(guard)
-
-    def step() -> None:
-        call(x).square().mean().backward()
-
+    guard, replay = attach_guard(model)
     replay.record(step, x)
     step()
     model.inner.weight.grad.fill_(INF)
@@ -396,33 +612,38 @@ def test_a_skipped_step_whose_compiled_run_is_finite_again_is_unseen(fresh_dynam
     assert "the step may depend on state that the replay does not restore" in str(replay.found)
 
 
-def on_a_device() -> list[Any]:
-    found = []
+def find_origins_on_device() -> list[Any]:
+    """Return the origins of a finite step, of a log and of a root on the device of this rank."""
+    device = here()
+    microbatches = make_microbatches().to(device)
+    origins = []
     for fault in (None, log, root_of_0):
-        model = Net(fault).to(here())
-        found.append(search(model, inputs_of().to(here())))
-    return found
+        model = Net(fault).to(device)
+        step = make_step(model, microbatches)
+        origins.append(distamp.find_first_nonfinite(step, model))
+    return origins
 
 
-def test_backward_passes_of_a_device_are_watched_too(sim: RankPool) -> None:
-    none, log_of_0, root = sim.run(on_a_device)[0]
-    assert none is None
-    assert (log_of_0.op, log_of_0.direction) == ("log", "forward")
-    assert (root.op, root.module, root.direction) == ("sqrt", "blocks.1", "backward")
-
-
-# -- ranks --------------------------------------------------------------------------------------
+def test_backward_passes_of_a_device_are_watched_too(sim: RankPool):
+    (origins,) = sim.run(find_origins_on_device)
+    finite_step, log_of_0, root = origins
+    assert finite_step is None
+    assert log_of_0.op == "log"
+    assert log_of_0.direction == "forward"
+    assert root.op == "sqrt"
+    assert root.module == "blocks.1"
+    assert root.direction == "backward"
 
 
 LAYOUTS = ("DDP", "DDP, torch's", "DDP, int8", "FSDP1", "FSDP2", "TP")
 
 
-def spread(model: Any, layout: str) -> nn.Module:
-    """The model over two ranks."""
+def distribute(model: Any, layout: str) -> nn.Module:
+    """Return a model in a layout over two ranks."""
     if layout == "TP":
         return parallel(model, mesh((2,), ("tp",)))
-    kind, _, hook = layout.partition(", ")
-    model = wrapped(model, kind, None, "")
+    wrapper, _, hook = layout.partition(", ")
+    model = wrapped(model, wrapper, None, "")
     if hook == "torch's":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook:
@@ -430,43 +651,52 @@ def spread(model: Any, layout: str) -> nn.Module:
     return model
 
 
-def found_in(layout: str, how: str, fault: Any, scale: float = 1.0) -> Any:
+def find_origin_in_layout(layout: str, model: nn.Module, scale: float = 1.0) -> Any:
+    """Return the origin in a step on two ranks, after which gradients must be None.
+
+    Ranks of tensor parallel have the same microbatches, and other ranks have their own.
+    """
     warnings.filterwarnings("ignore")
-    model = spread(Net(fault, how), layout)
-    inputs = inputs_of(dist.get_rank() if layout != "TP" else 1)
-    found = distamp.find_first_nonfinite(step_of(model, inputs, scale), model)
-    assert all(each.grad is None for each in model.parameters())
-    return found
+    seed = 1 if layout == "TP" else dist.get_rank()
+    distributed_model = distribute(model, layout)
+    step = make_step(distributed_model, make_microbatches(seed), scale)
+    origin = distamp.find_first_nonfinite(step, distributed_model)
+    for param in distributed_model.parameters():
+        assert param.grad is None
+    return origin
 
 
-def layouts(*quick: str) -> list[Any]:
-    """Return all layouts as cases of a test, which are slow unless they are named here."""
+def layout_cases(quick_layout: str) -> Any:
+    """Return a decorator that runs a test in all layouts, which are slow except one.
+
+    Other quick tests search under communication hooks, and under FSDP2 (test_gathered.py).
+    """
     cases = []
     for layout in LAYOUTS:
-        marks = () if layout in quick else pytest.mark.slow
+        marks = () if layout == quick_layout else pytest.mark.slow
         cases.append(pytest.param(layout, marks=marks))
-    return cases
+    return pytest.mark.parametrize("layout", cases)
 
 
 def check_same_on_all_ranks(origin: Any) -> None:
-    """Assert that both ranks have this answer."""
+    """Assert that both ranks have an origin."""
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, origin)
     assert gathered == [origin, origin]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", layouts("DDP, int8", "FSDP1"))
+@layout_cases("FSDP1")
 def test_a_finite_step_has_no_origin_in_any_layout(layout):
-    origin = found_in(layout, "", None)
+    origin = find_origin_in_layout(layout, Net())
     check_same_on_all_ranks(origin)
     assert origin is None
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", layouts("DDP", "FSDP2"))
+@layout_cases("DDP")
 def test_a_root_of_0_is_found_in_the_backward_pass_of_both_ranks(layout):
-    origin = found_in(layout, "reentrant", root_of_0)
+    origin = find_origin_in_layout(layout, Net(root_of_0, use_reentrant=True))
     check_same_on_all_ranks(origin)
     assert origin.op == "sqrt"
     assert origin.module == "blocks.1"
@@ -476,9 +706,9 @@ def test_a_root_of_0_is_found_in_the_backward_pass_of_both_ranks(layout):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", layouts("DDP, torch's", "TP"))
+@layout_cases("TP")
 def test_a_log_of_0_on_one_rank_is_found_on_that_rank(layout):
-    origin = found_in(layout, "not reentrant", log_on_rank_1)
+    origin = find_origin_in_layout(layout, Net(log_on_rank_1, use_reentrant=False))
     check_same_on_all_ranks(origin)
     assert origin.op == "log"
     assert origin.module == "blocks.1"
@@ -488,130 +718,191 @@ def test_a_log_of_0_on_one_rank_is_found_on_that_rank(layout):
 
 
 @on_ranks(2)
-def test_a_hook_that_overflows_is_named() -> None:
-    found = found_in("DDP, torch's", "", None, 1e8)
-    assert (found.kernel, found.direction, found.ranks) == ("_to_copy", "backward", (0, 1))
-    assert "default_hooks.py" not in found.line
+def test_a_hook_that_overflows_is_named():
+    origin = find_origin_in_layout("DDP, torch's", Net(), scale=1e8)
+    assert origin.kernel == "_to_copy"
+    assert origin.direction == "backward"
+    assert origin.ranks == (0, 1)
+    assert "default_hooks.py" not in origin.line
 
 
 @on_ranks(2)
-def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out() -> None:
-    model = spread(Net(), "DDP, int8")
-    state = model._comm_hooks[0][1]
-    step = step_of(model, inputs_of())
+def test_residuals_of_a_hook_stay_and_it_is_said_to_be_left_out():
+    model: Any = distribute(Net(), "DDP, int8")
+    _, hook_state = model._comm_hooks[0]
+    step = make_step(model, make_microbatches())
     step()
-    before = copy.deepcopy(state.state_dict()["residuals"])
+    residuals = copy.deepcopy(hook_state.state_dict()["residuals"])
     model.module.blocks[1].fault = log
-    found = search(model, step=step)
-    after = state.state_dict()["residuals"]
-    assert before.keys() == after.keys()
-    assert all(all(map(torch.equal, before[key], after[key])) for key in before)
-    assert found.notes == ("the communication hook compressed_hook was left out",)
+    origin: Any = distamp.find_first_nonfinite(step, model)
+
+    residuals_after = hook_state.state_dict()["residuals"]
+    assert residuals_after.keys() == residuals.keys()
+    for key, tensors in residuals.items():
+        for tensor, tensor_after in zip(tensors, residuals_after[key], strict=True):
+            assert torch.equal(tensor, tensor_after)
+    assert origin.notes == ("the communication hook compressed_hook was left out",)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("fed", [False, True])
-def test_a_collective_is_blamed_only_if_no_rank_fed_it_an_inf(fed: bool) -> None:
-    def add(x: Tensor) -> Tensor:
-        y = x.detach().abs() + 3e38
-        if fed and dist.get_rank() == 1:
-            y = y * 10
-        dist.all_reduce(y)
-        return x * y
+def test_a_collective_that_overflows_is_the_origin():
+    def add_large_numbers(x: Tensor) -> Tensor:
+        large = x.detach().abs() + 3e38
+        dist.all_reduce(large)
+        return x * large
 
-    found = found_in("DDP", "", add)
-    if fed:
-        assert (found.kind, found.op, found.ranks) == ("op", "mul", (1,))
-        assert found.carried_by == ("allreduce_ over default_pg",)
-    else:
-        assert (found.kind, found.kernel, found.ranks) == ("collective", "allreduce_", (0, 1))
-        assert [each.name for each in found.inputs] == ["rank 0", "rank 1"]
-        assert all(each.finite for each in found.inputs)
+    origin = find_origin_in_layout("DDP", Net(add_large_numbers))
+    assert origin.kind == "collective"
+    assert origin.kernel == "allreduce_"
+    assert origin.ranks == (0, 1)
+    assert [sent.name for sent in origin.inputs] == ["rank 0", "rank 1"]
+    for sent in origin.inputs:
+        assert sent.finite
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("where", "kind"), [(0, "log"), (1, "sqrt'")])
-def test_a_pipeline_is_followed_over_send_and_recv(where: int, kind: str) -> None:
+def test_a_collective_that_a_rank_fed_an_inf_is_not_the_origin():
+    def add_inf_of_rank_1(x: Tensor) -> Tensor:
+        large = x.detach().abs() + 3e38
+        if dist.get_rank() == 1:
+            large = large * 10
+        dist.all_reduce(large)
+        return x * large
+
+    origin = find_origin_in_layout("DDP", Net(add_inf_of_rank_1))
+    assert origin.kind == "op"
+    assert origin.op == "mul"
+    assert origin.ranks == (1,)
+    assert origin.carried_by == ("allreduce_ over default_pg",)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("faulty_stage", "kind"),
+    [
+        pytest.param(0, "log", id="log in the first stage"),
+        pytest.param(1, "sqrt'", id="root in the last stage"),
+    ],
+)
+def test_a_pipeline_is_followed_over_send_and_recv(faulty_stage, kind):
     rank = dist.get_rank()
     block = Block()
-    block.fault = FAULTS[kind].change if rank == where else None
+    if rank == faulty_stage:
+        block.fault = FAULTS[kind].change
     stage = PipelineStage(block, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda x, y: (x - y).pow(2).mean())
-    x, y = torch.randn(8, 8), torch.zeros(8, 8)
+    inputs = torch.randn(8, 8)
+    targets = torch.zeros(8, 8)
 
     def step() -> None:
-        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets)
 
-    step()  # which asks for shapes, at first
-    found = distamp.find_first_nonfinite(step, block)
-    assert (found.op, found.ranks, found.micro_batch) == (FAULTS[kind].function, (where,), 0)
-    assert found.module == ""
+    # In their first step, stages send the shapes of their outputs.
+    step()
+    origin = distamp.find_first_nonfinite(step, block)
+    assert origin.op == FAULTS[kind].function
+    assert origin.ranks == (faulty_stage,)
+    assert origin.micro_batch == 0
+    assert origin.module == ""
 
 
-# -- a guard or scaler whose steps are replayed-----------------------------------------------------
-
-
-def guard_and_replay(model: nn.Module) -> tuple[distamp.StepGuard, StepReplay]:
+def attach_guard(model: nn.Module) -> tuple[distamp.StepGuard, StepReplay]:
+    """Return a guard, and the replay of the steps that it skips."""
     guard = distamp.StepGuard()
     return guard, StepReplay(model).attach(guard)
 
 
 def train_once(
-    guard: Any, replay: StepReplay, model: nn.Module, step: Any, *batches: Any, spoil: Any = None
+    stepper: Any,
+    replay: StepReplay,
+    model: nn.Module,
+    step: Callable[[], Any],
+    grad_value: float | None = None,
 ) -> None:
-    """Run one iteration that is recorded before its step."""
+    """Record a step, run it and update the weights with a guard or a scaler.
+
+    ``grad_value`` replaces an element of a gradient after the step.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
-    replay.record(step, *batches)
+    replay.record(step)
     step()
-    if spoil is not None:
-        next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = spoil
-    guard.step(optimizer)
-    guard.update()
+    if grad_value is not None:
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        grads[0].view(-1)[0] = grad_value
+    stepper.step(optimizer)
+    stepper.update()
 
 
-def test_a_guard_says_why_it_skipped(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replay_names_the_origin_of_a_step_that_a_guard_skipped():
     model = Net()
-    guard, replay = guard_and_replay(model)
-    train_once(guard, replay, model, step_of(model, inputs_of()))
+    guard, replay = attach_guard(model)
+    step = make_step(model, make_microbatches())
+    train_once(guard, replay, model, step)
     assert replay.found is None
-    running = model.bn.running_mean.clone()
     model.blocks[1].fault = log
-    for _ in range(2):
-        train_once(guard, replay, model, step_of(model, inputs_of()))
+    train_once(guard, replay, model, step)
     assert replay.found.op == "log"
     assert replay.found.notes == ()
-    told = [each for each in caplog.records if each.name == "distamp.report"]
-    assert len(told) == 1, "once in a row of skipped steps"
-    assert told[0].levelno == logging.WARNING
-    assert "log in blocks.1 made inf" in told[0].getMessage()
-    assert not torch.equal(running, model.bn.running_mean), "the step itself moved it"
 
 
-def test_a_scaler_replays_a_nan_at_once_and_an_overflow_at_the_third() -> None:
-    model, replays = Net(), []
+def test_a_row_of_skipped_steps_logs_its_origin_once(caplog):
+    model = Net(log)
+    guard, replay = attach_guard(model)
+    for _ in range(2):
+        train_once(guard, replay, model, make_step(model, make_microbatches()))
+    (record,) = [record for record in caplog.records if record.name == "distamp.report"]
+    assert record.levelno == logging.WARNING
+    assert "log in blocks.1 made inf" in record.getMessage()
+
+
+def test_a_skipped_step_moves_the_statistics_of_a_batch_norm_although_it_is_replayed():
+    model = Net(log)
+    guard, replay = attach_guard(model)
+    running_mean = model.bn.running_mean.clone()
+    train_once(guard, replay, model, make_step(model, make_microbatches()))
+    assert replay.found is not None
+    assert not torch.equal(running_mean, model.bn.running_mean)
+
+
+def test_a_scaler_replays_a_nan_at_once_and_an_overflow_at_the_third():
+    """A scaler overflows twice in its search for a scale, so two overflows need no replay."""
+    model = Net()
     scaler = distamp.DistGradScaler("cpu", init_scale=4.0)
     replay = StepReplay(model).attach(scaler)
+    microbatch = make_microbatches()[0]
 
     def step() -> None:
-        scaler.scale(model(inputs_of()[0]).sum()).backward()
+        loss = model(microbatch).sum()
+        scaler.scale(loss).backward()
 
-    for spoil in (INF, INF, None, INF, INF, INF, INF, None, float("nan"), float("nan")):
-        found = replay.found
-        train_once(scaler, replay, model, step, spoil=spoil)
-        replays.append(replay.found is not found)
-    assert replays == [False, False, False, False, False, True, False, False, True, False]
-    assert replay.found.kind == "unseen", "what was spoilt by hand the replay has not"
+    def train_and_return_whether_replayed(grad_value: float | None) -> bool:
+        origin_before = replay.found
+        train_once(scaler, replay, model, step, grad_value)
+        return replay.found is not origin_before
+
+    grad_values = (INF, INF, None, INF, INF, INF, INF, None, NAN, NAN)
+    third_overflow, first_nan = 5, 8
+    replayed_steps = []
+    for step_number, grad_value in enumerate(grad_values):
+        if train_and_return_whether_replayed(grad_value):
+            replayed_steps.append(step_number)
+    assert replayed_steps == [third_overflow, first_nan]
+    assert replay.found.kind == "unseen", "the replay does not write into gradients"
 
 
-def test_a_nan_is_replayed_at_once_where_masters_took_the_gradients() -> None:
+def test_a_nan_is_replayed_at_once_where_masters_took_the_gradients():
     model = nn.Linear(8, 8)
     amp = distamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-O2")
     replay = StepReplay(model).attach(amp.scaler)
-    inputs = torch.full((2, 8), float("nan"))
+    inputs = torch.full((2, 8), NAN)
 
     def step() -> None:
-        amp.backward(amp.model(inputs).sum())
+        loss = amp.model(inputs).sum()
+        amp.backward(loss)
 
     replay.record(step, inputs)
     step()
@@ -619,7 +910,7 @@ def test_a_nan_is_replayed_at_once_where_masters_took_the_gradients() -> None:
     assert replay.found.kind == "input"
 
 
-def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
+def test_a_scaled_step_is_replayed_at_the_scale_that_it_had():
     model = nn.Linear(8, 8)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -629,65 +920,91 @@ def test_a_scaled_step_is_replayed_at_the_scale_that_it_had() -> None:
 
     def step() -> None:
         scales.append(scaler.get_scale())
-        scaler.scale(model(torch.full((2, 8), 1e3)).sum()).backward()
+        loss = model(torch.full((2, 8), 1e3)).sum()
+        scaler.scale(loss).backward()
 
     for _ in range(3):
         train_once(scaler, replay, model, step)
-    trained_at, replayed_at = scales[:3], scales[3:]
-    assert trained_at == [2.0**127, 2.0**126, 2.0**125]
-    assert replayed_at
-    assert set(replayed_at) == {2.0**125}
+    scales_of_steps = scales[:3]
+    scales_of_replays = scales[3:]
+    assert scales_of_steps == [2.0**127, 2.0**126, 2.0**125]
+    assert set(scales_of_replays) == {2.0**125}
     assert scaler.get_scale() == 2.0**124
-    found = replay.found
-    assert (found.op, found.kernel, found.direction) == ("linear", "mm", "backward")
+    assert replay.found.op == "linear"
+    assert replay.found.kernel == "mm"
+    assert replay.found.direction == "backward"
 
 
 @on_ranks(2)
-def test_a_step_that_raises_on_one_rank_raises_on_all() -> None:
-    model, odd = nn.Linear(4, 4), dist.get_rank() == 1
+def test_a_step_that_raises_on_one_rank_raises_on_all():
+    model = nn.Linear(4, 4)
+    rank = dist.get_rank()
+    raises = rank == 1
 
     def step() -> None:
         model(torch.ones(2, 4)).sum().backward()
-        if odd:
+        if raises:
             raise ValueError("no data")
 
-    says = "^no data$" if odd else "^the step that is replayed raised on rank 1: ValueError: no"
-    with pytest.raises(ValueError if odd else distamp.DistampError, match=says):
+    error: type[Exception] = ValueError
+    message = "^no data$"
+    if rank == 0:
+        error = distamp.DistampError
+        message = "^the step that is replayed raised on rank 1: ValueError: no"
+    with pytest.raises(error, match=message):
         distamp.find_first_nonfinite(step, model)
     assert model.weight.grad is None
-    odd = False
+    raises = False
     assert distamp.find_first_nonfinite(step, model) is None
 
 
-def test_a_batch_that_changed_in_place_is_said() -> None:
-    model, inputs = Net(log), inputs_of()
-    guard, replay = guard_and_replay(model)
-    replay.record(step_of(model, inputs), {"batches": [inputs]})
-    step_of(model, inputs)()
-    inputs.add_(1.0)
+def test_a_batch_that_changed_in_place_is_said():
+    model = Net(log)
+    microbatches = make_microbatches()
+    step = make_step(model, microbatches)
+    guard, replay = attach_guard(model)
+    replay.record(step, {"batches": [microbatches]})
+    step()
+    microbatches.add_(1.0)
     guard.step(torch.optim.SGD(model.parameters()))
     guard.update()
     assert replay.found.notes == ("a batch was changed in place since the step was recorded",)
 
 
-def test_what_cannot_be_replayed_is_refused() -> None:
+def test_a_search_refuses_a_model_in_place_of_a_step():
     with pytest.raises(TypeError, match="find_first_nonfinite takes a function that runs forward"):
         distamp.find_first_nonfinite(Net(), lambda: None)  # type: ignore[arg-type]
+
+
+def test_a_replay_that_is_not_attached_records_no_step():
+    replay = StepReplay(nn.Linear(1, 1))
     with pytest.raises(CallOrderError, match=r"Attach it first: replay = StepReplay\(model\)"):
-        StepReplay(nn.Linear(1, 1)).record(lambda: None)
+        replay.record(lambda: None)
+
+
+def test_a_replay_attaches_to_a_guard_or_a_scaler_alone():
+    replay = StepReplay(nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"takes a StepGuard or a DistGradScaler, .* not Linear"):
-        StepReplay(nn.Linear(1, 1)).attach(nn.Linear(1, 1))
+        replay.attach(nn.Linear(1, 1))
+
+
+def test_a_guard_refuses_a_model_in_place_of_a_replay():
+    guard = distamp.StepGuard()
     with pytest.raises(TypeError, match=r"takes a StepReplay or None, not Linear"):
-        distamp.StepGuard().attach_replay(nn.Linear(1, 1))  # type: ignore[arg-type]
+        guard.attach_replay(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 @on_ranks(2)
-def test_all_ranks_find_the_same_and_one_logs_it() -> None:
-    model = spread(Net(log_on_rank_1), "DDP")
-    guard, replay = guard_and_replay(model)
-    weights = [each.clone() for each in model.parameters()]
+def test_all_ranks_find_the_same_and_one_logs_it():
+    rank = dist.get_rank()
+    model = distribute(Net(log_on_rank_1), "DDP")
+    guard, replay = attach_guard(model)
+    weights = [param.detach().clone() for param in model.parameters()]
+    step = make_step(model, make_microbatches(rank))
     with logged("distamp.report") as lines:
-        train_once(guard, replay, model, step_of(model, inputs_of(dist.get_rank())))
-    assert (replay.found.op, replay.found.ranks) == ("log", (1,))
-    assert all(map(torch.equal, weights, model.parameters())), "the step was skipped"
-    assert len(lines) == (dist.get_rank() == 0)
+        train_once(guard, replay, model, step)
+    assert replay.found.op == "log"
+    assert replay.found.ranks == (1,)
+    for weight, param in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(weight, param), "the step was skipped"
+    assert len(lines) == (1 if rank == 0 else 0)
