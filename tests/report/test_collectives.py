@@ -72,7 +72,9 @@ def _batch_to_rank_1(x: Tensor) -> Tensor:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("send", [_send_to_rank_1, _batch_to_rank_1])
+@pytest.mark.parametrize(
+    "send", [_send_to_rank_1, pytest.param(_batch_to_rank_1, marks=pytest.mark.slow)]
+)
 def test_a_nan_that_was_received_comes_from_the_op_of_the_sender(send):
     model = nn.Linear(4, 4)
 

@@ -41,6 +41,8 @@ from tests.scaler.matrix.reference import KINDS, batch, loss_of
 
 BF16 = torch.bfloat16
 PRECISIONS = [None, BF16]
+# The quick suite compares tensor parallel layouts and experts under autocast.
+FP32_AND_SLOW_BF16 = [None, pytest.param(BF16, marks=pytest.mark.slow)]
 
 
 def fsdp1(net: Net, **settings: Any) -> nn.Module:
@@ -107,7 +109,7 @@ MODEL_PARALLEL = (tensor_parallel, sequence_parallel)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("region", PRECISIONS)
+@pytest.mark.parametrize("region", FP32_AND_SLOW_BF16)
 @pytest.mark.parametrize("wrap", DATA_PARALLEL)
 def test_gradients_of_data_parallel_match(wrap, region):
     comparison = net_case(wrap, region=region, attends=True).compare()
@@ -141,7 +143,7 @@ def hsdp(net: Net) -> Any:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("region", PRECISIONS)
+@pytest.mark.parametrize("region", FP32_AND_SLOW_BF16)
 @pytest.mark.parametrize("wrap", [in_two_dimensions, hsdp, hybrid_fsdp1])
 def test_gradients_of_layouts_of_two_dimensions_match(wrap, region):
     ranks = None

@@ -82,7 +82,7 @@ def test_a_norm_in_bf16_inside_a_compiled_module_is_found():
     assert violation.count == 4
 
 
-@pytest.mark.parametrize("level", ["bf16", "bf16-O2"])
+@pytest.mark.parametrize("level", ["bf16", pytest.param("bf16-O2", marks=pytest.mark.slow)])
 def test_the_eager_run_changes_no_weight_and_no_state(level):
     """Two models train two steps each, one of them under a check."""
     states = []

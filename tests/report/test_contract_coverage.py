@@ -110,7 +110,7 @@ def test_a_gather_of_a_unit_with_two_dtypes_is_seen():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("level", ["bf16", "bf16-O2"])
+@pytest.mark.parametrize("level", ["bf16", pytest.param("bf16-O2", marks=pytest.mark.slow)])
 def test_a_compiled_model_with_a_pinned_module_keeps_its_contract(level):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,13 +12,27 @@ from tests.on_ranks import on_ranks
 from tests.report.plants_contract_compiled import PLANTS
 from tests.report.plants_nonfinite_compiled import FAULTS
 
+# Compilation takes seconds. Quick tests of the contract have smaller compiled models.
+COMPILED_PLANTS = (
+    "norms of compiled blocks in bf16",
+    "a module that leaves the region in a compiled model",
+    "compiled blocks under FSDP2 that reduce in bf16",
+)
+# A fault of each direction, of a parameter and of the compiler.
+QUICK_FAULTS = (
+    "the root of zero in backward",
+    "a parameter that is NaN",
+    "a compiler that divides by zero",
+)
 CONTRACTS: list[Any] = []
 for index, plant in enumerate(PLANTS):
-    CONTRACTS.append(pytest.param(plant.ranks, index, id=plant.name))
+    marks = pytest.mark.slow if plant.name in COMPILED_PLANTS else ()
+    CONTRACTS.append(pytest.param(plant.ranks, index, id=plant.name, marks=marks))
 NONFINITE: list[Any] = []
 for index, fault in enumerate(FAULTS):
+    marks = () if fault.name in QUICK_FAULTS else pytest.mark.slow
     size = max(fault.ranks) + 1
-    NONFINITE.append(pytest.param(size, index, id=fault.name))
+    NONFINITE.append(pytest.param(size, index, id=fault.name, marks=marks))
 
 
 @on_ranks("size")
