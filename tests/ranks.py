@@ -49,8 +49,10 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
     "torch.nn.parallel",
     "torch.testing",
+    "pytest",
     "tests.ranks",
     # The launcher imports most of its packages here. They are missing without its extra.
     "launch.checkpoint",

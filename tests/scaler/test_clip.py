@@ -16,6 +16,7 @@ from distamp import StepGuard, clip_grad_norm_
 from distamp.errors import CallOrderError, ConfigError, GradientError, ReplicaMismatchError
 from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 from tests.scaler.matrix.layouts import LAYOUTS
 from tests.scaler.matrix.reference import KINDS
@@ -69,7 +70,9 @@ def measure_norms(name: str) -> dict[str, Any]:
     return {"exact": exact, "measured": measured, "clipped": clipped}
 
 
-@pytest.mark.parametrize("name", LAYOUTS_IN_THE_DEFAULT_GROUP)
+@pytest.mark.parametrize(
+    "name", quick_cases(LAYOUTS_IN_THE_DEFAULT_GROUP, quick=["DDP", "FSDP1", "FSDP2", "TP"])
+)
 def test_the_norm_is_that_of_the_whole_model(ranks4, name):
     norms_of_ranks = ranks4.run(measure_norms, name)
     for norms in norms_of_ranks:

@@ -4,6 +4,7 @@ A forward pass without a backward pass, such as one for a validation loss, leave
 a root module gathered. ``model.parameters()`` yields those until the next backward pass.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import distamp
 from distamp import StepGuard
 from distamp.errors import GradientError
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 from tests.scaler.steps import INF, cpu_scaler
 
@@ -64,9 +66,13 @@ def _norm_of_a_plain_model() -> float:
     return nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
+CASES = list(itertools.product(LAYOUTS, ["no_grad", "grad"]))
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "grad"), quick_cases(CASES, quick=[("root", "no_grad"), ("nested", "grad")])
+)
 def test_a_clip_takes_the_shards_of_gathered_parameters(layout, grad):
     """Of all clips, over parameters whose optimizer was seen, and which are clipped in place."""
     for name, (make, scale) in CLIPS.items():
@@ -74,7 +80,7 @@ def test_a_clip_takes_the_shards_of_gathered_parameters(layout, grad):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         made.register_optimizers(optimizer)
         made.scale(_loss(model)).backward()
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad == "grad"):
             _loss(model)
         clip = distamp.clip_grad_norm_ if name == "function" else made.clip_grad_norm_
         norm = clip(model.parameters(), 0.5)
@@ -84,8 +90,15 @@ def test_a_clip_takes_the_shards_of_gathered_parameters(layout, grad):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", ["root", "nested, not resharded"])
-@pytest.mark.parametrize("named", ["by a model", "by pairs"])
+@pytest.mark.parametrize(
+    ("named", "layout"),
+    [
+        ("by a model", "root"),
+        ("by pairs", "nested, not resharded"),
+        pytest.param("by a model", "nested, not resharded", marks=pytest.mark.slow),
+        pytest.param("by pairs", "root", marks=pytest.mark.slow),
+    ],
+)
 def test_a_report_takes_the_shards_of_gathered_parameters(layout, named):
     model = LAYOUTS[layout](_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

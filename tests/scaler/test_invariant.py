@@ -5,11 +5,9 @@ taken equals the float64 reference. If an optimizer itself cannot train in a lay
 without a scaler shows, then torch's error comes through on all ranks, with parameters unchanged.
 """
 
-from collections.abc import Collection, Iterable
-from typing import Any
-
 import pytest
 
+from tests.quick_cases import quick_cases
 from tests.scaler.matrix.cells import cell, cells, chains, sample
 from tests.scaler.matrix.judge import Judge
 from tests.scaler.matrix.layouts import ALL_LAYOUTS, WORLD
@@ -21,28 +19,22 @@ def judge(ranks):
     return Judge(ranks(WORLD))
 
 
-# These layouts take the longest, and every one has a similar layout among the quick ones.
-SLOW_LAYOUTS = [
-    "FSDP1 orig params",
-    "FSDP2 offload",
-    "HSDP",
-    "FSDP2 in fp16",
-    "FSDP2 in bf16, reduced in fp32",
-    "FSDP2, bf16 parameters",
-    "FSDP2 x TP",
+# A layout of each family. Every slow layout is similar to a quick layout.
+QUICK_LAYOUTS = [
+    "alone, sparse",
+    "alone",
+    "DDP",
+    "DDP, experts",
+    "FSDP1",
+    "FSDP2",
+    "TP",
+    "ZeRO",
+    "FSDP2 in bf16, reduced in fp16",
+    "DDP, fp16 parameters",
 ]
 
 
-def mark_slow(layouts: Iterable[str], slow: Collection[str]) -> list[Any]:
-    """Return parameters for pytest, with a mark on the slow layouts."""
-    params: list[Any] = []
-    for layout in layouts:
-        marks = [pytest.mark.slow] if layout in slow else []
-        params.append(pytest.param(layout, marks=marks))
-    return params
-
-
-@pytest.mark.parametrize("layout", mark_slow(ALL_LAYOUTS, SLOW_LAYOUTS))
+@pytest.mark.parametrize("layout", quick_cases(ALL_LAYOUTS, QUICK_LAYOUTS))
 def test_invariant_holds_on_a_sample_of_cells(judge, layout):
     program = sample(layout)
     assert judge.judge(program) == []
@@ -63,15 +55,16 @@ def test_invariant_holds_in_every_cell(judge, layout, kind):
     assert violations == {}
 
 
-@pytest.mark.parametrize("kind", ["SGD for-loop", "Adam fused"])
+@pytest.mark.parametrize(
+    "kind", ["SGD for-loop", pytest.param("Adam fused", marks=pytest.mark.slow)]
+)
 def test_an_overflow_made_by_the_reduction_is_skipped_everywhere(judge, kind):
     program = cell("FSDP2 in fp16", kind, "step", "sum")
     assert judge.judge(program) == []
 
 
-ONE_OF_EACH_FAMILY = mark_slow(
-    ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"], slow=["FSDP1", "ZeRO"]
-)
+# A layout of each family.
+FAMILIES = ["DDP", "FSDP1", "FSDP2", "FSDP2 x TP", "ZeRO", "pipeline"]
 
 
 def program_with(layout: str, deviation: str) -> Program:
@@ -80,17 +73,17 @@ def program_with(layout: str, deviation: str) -> Program:
     return Program(layout, "SGD for-loop", iterations, optimizers=2, astray=(deviation, 2))
 
 
-@pytest.mark.parametrize("layout", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("layout", quick_cases(FAMILIES, quick=["DDP", "FSDP2"]))
 def test_a_rank_that_steps_its_optimizers_in_another_order_stops_every_rank(judge, layout):
     assert judge.judge(program_with(layout, "swap")) == []
 
 
-@pytest.mark.parametrize("layout", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("layout", quick_cases(FAMILIES, quick=["FSDP2"]))
 def test_a_rank_with_another_scale_stops_every_rank(judge, layout):
     assert judge.judge(program_with(layout, "scale")) == []
 
 
-@pytest.mark.parametrize("layout", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("layout", quick_cases(FAMILIES, quick=["DDP"]))
 def test_a_rank_may_call_unscale_when_the_others_step(judge, layout):
     assert judge.judge(program_with(layout, "call")) == []
 
@@ -113,11 +106,13 @@ def test_torchs_scaler_steps_on_some_ranks_of_fsdp(new_ranks):
     assert "should have skipped" in text
 
 
+@pytest.mark.slow
 def test_torchs_sharded_scaler_fails_under_ddp_with_a_fused_optimizer(new_ranks):
     text = violations_of(new_ranks(WORLD), "sharded", "DDP", "Adam fused", "unscale", "none")
     assert "raised RuntimeError" in text
 
 
+@pytest.mark.slow
 def test_torchs_sharded_scaler_steps_a_fused_optimizer_with_inf(new_ranks):
     text = violations_of(new_ranks(WORLD), "sharded", "DDP", "SGD fused", "unscale", "every rank")
     assert "parameters" in text

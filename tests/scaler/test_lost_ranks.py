@@ -215,6 +215,7 @@ def test_every_rank_of_fsdp2_raises_if_a_rank_dies(new_ranks):
     lose(new_ranks, "FSDP2", DIES_IN_STEP)
 
 
+@pytest.mark.slow
 def test_every_rank_of_fsdp2_raises_if_a_rank_runs_out_of_memory(new_ranks):
     lose(new_ranks, "FSDP2", NO_MEMORY_IN_CLIP)
 

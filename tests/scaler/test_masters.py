@@ -23,6 +23,7 @@ from distamp import StepGuard
 from distamp.errors import CallOrderError, ConfigError
 from distamp.scaler import MasterParameters, master_params, masters_of
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 from tests.scaler.masters import (
     ByHand,
@@ -41,6 +42,13 @@ from tests.scaler.steps import INF, backward, cpu_scaler, leaf
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SPLIT = pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+QUICK_IF_SPLIT = pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(False, id="whole", marks=pytest.mark.slow),
+        pytest.param(True, id="split"),
+    ],
+)
 
 
 def equal(tensors: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
@@ -262,33 +270,48 @@ def norm_over_ranks(gradients: list[Any]) -> Tensor:
     return squares.sqrt()
 
 
-@pytest.mark.parametrize("call", [*CALLS, "disabled"])
-@pytest.mark.parametrize("recipe", RECIPES)
+def with_each_call(
+    recipes: Iterable[str], calls: list[str], quick_call: str, all_calls_of: str
+) -> pytest.MarkDecorator:
+    """Return a parametrization: quick cases are one call of each recipe, and all of one recipe."""
+    cases = list(itertools.product(recipes, calls))
+    quick = [case for case in cases if case[0] == all_calls_of or case[1] == quick_call]
+    return pytest.mark.parametrize(("recipe", "call"), quick_cases(cases, quick))
+
+
+@with_each_call(RECIPES, [*CALLS, "disabled"], quick_call="step", all_calls_of="AdamW")
 def test_training_is_that_of_the_loop_by_hand(recipe, call):
     train_twins(recipe, call)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_with_split_masters_is_that_of_the_loop_by_hand(optimizer, call):
-    train_twins(optimizer, call, split=True)
+@with_each_call(OPTIMIZERS, CALLS, quick_call="step", all_calls_of="AdamW")
+def test_training_with_split_masters_is_that_of_the_loop_by_hand(recipe, call):
+    train_twins(recipe, call, split=True)
 
 
-@pytest.mark.parametrize("clipped", CLIPPED)
-@pytest.mark.parametrize("recipe", ["AdamW", "SGD fused", "groups"])
+def with_each_clip(recipes: Iterable[str]) -> pytest.MarkDecorator:
+    """Return a parametrization with each way to name what is clipped; AdamW's cases are quick."""
+    cases = list(itertools.product(recipes, CLIPPED))
+    quick = [case for case in cases if case[0] == "AdamW"]
+    return pytest.mark.parametrize(("recipe", "clipped"), quick_cases(cases, quick))
+
+
+@with_each_clip(["AdamW", "SGD fused", "groups"])
 def test_clipped_training_is_that_of_the_loop_by_hand(recipe, clipped):
     clip_twins(recipe, clipped)
 
 
-@pytest.mark.parametrize("clipped", CLIPPED)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_clipped_training_with_split_masters_is_that_of_the_loop_by_hand(optimizer, clipped):
-    clip_twins(optimizer, clipped, split=True)
+@with_each_clip(OPTIMIZERS)
+def test_clipped_training_with_split_masters_is_that_of_the_loop_by_hand(recipe, clipped):
+    clip_twins(recipe, clipped, split=True)
+
+
+CASES_OF_DDP = list(itertools.product(ZERO_GRADS, ["buckets", "bucket views"]))
+QUICK_CASES_OF_DDP = [("optimizer", "buckets"), ("model in place", "bucket views")]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["buckets", "bucket views"])
-@pytest.mark.parametrize("zero_grad", ZERO_GRADS)
+@pytest.mark.parametrize(("zero_grad", "layout"), quick_cases(CASES_OF_DDP, QUICK_CASES_OF_DDP))
 def test_training_under_ddp_is_that_of_the_loop_by_hand(zero_grad, layout):
     train_twins("AdamW", layout=layout, zero_grad=zero_grad)
 
@@ -300,7 +323,7 @@ def test_training_of_shards_is_that_of_the_loop_by_hand(split):
 
 
 @on_ranks(2)
-@SPLIT
+@QUICK_IF_SPLIT
 def test_clipped_training_of_shards_is_that_of_the_loop_by_hand(split):
     clip_twins("AdamW fused", "optimizer", split=split, layout="FSDP2")
 
@@ -309,7 +332,7 @@ CALLS_ON_TWO_DIMENSIONS = {"HSDP": "no scaler", "TP": "step", "FSDP2 x TP": "no 
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", CALLS_ON_TWO_DIMENSIONS)
+@pytest.mark.parametrize("layout", quick_cases(CALLS_ON_TWO_DIMENSIONS, quick=["TP"]))
 def test_training_with_split_masters_on_a_mesh_is_that_of_the_loop_by_hand(layout):
     call = CALLS_ON_TWO_DIMENSIONS[layout]
     train_twins("AdamW", call, split=True, layout=layout)
@@ -671,7 +694,7 @@ def test_masters_of_a_sharded_optimizer_are_refused_with_the_way_out(name):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@SPLIT
+@QUICK_IF_SPLIT
 @pytest.mark.parametrize(
     "order", list(itertools.permutations(["model", "optimizer", "masters"])), ids=", ".join
 )
@@ -683,7 +706,7 @@ def test_a_resumed_run_continues_bit_identical_in_any_order_of_loading(order, sp
 
 
 @on_ranks(2)
-@SPLIT
+@QUICK_IF_SPLIT
 def test_a_sharded_run_continues_bit_identical_by_torchs_distributed_checkpoint(tmp_path, split):
     saving = Job(split=split, layout="FSDP2").train(0, 1)
     dcp.save(saving.state(), checkpoint_id=tmp_path)
@@ -837,7 +860,7 @@ def write_by_foreach(model: nn.Module, weights: dict[str, Any]) -> None:
 
 
 @on_ranks(2)
-@SPLIT
+@QUICK_IF_SPLIT
 @pytest.mark.parametrize("write", [load_state_dict, write_in_place, write_by_foreach])
 @torch.no_grad()
 def test_a_write_to_sharded_weights_before_a_step_stays(write, split):
