@@ -6,9 +6,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.quick_cases import is_in_sample
 from tests.ranks import RankPool
 from tests.simulated.build import Unavailable
 from tests.simulated.pools import SimPool
+
+
+# Before pytest deselects the slow cases.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of sampled tests slow that are not in the sample."""
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and not is_in_sample(item):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["quick_cases"]
+__all__ = ["is_in_sample", "quick_cases"]
 
 
 def quick_cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -26,3 +26,25 @@ def quick_cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
             params.append(pytest.param(*arguments, marks=pytest.mark.slow))
     assert not quick_left, f"no such cases: {quick_left}"
     return params
+
+
+def is_in_sample(case: Any) -> bool:
+    """Return whether ``make test`` runs a case of a test with the mark ``sampled``.
+
+    The sample is the diagonal of the product of all parametrizations. It has each value of every
+    parameter, and as many cases as the longest parametrization.
+
+    Args:
+        case: An item of pytest.
+    """
+    positions = []
+    lengths = []
+    for mark in case.iter_markers("parametrize"):
+        names, values = mark.args
+        first_name = names.split(",")[0] if isinstance(names, str) else names[0]
+        positions.append(case.callspec.indices[first_name])
+        lengths.append(len(values))
+    for number in range(max(lengths)):
+        if positions == [number % length for length in lengths]:
+            return True
+    return False

@@ -142,6 +142,7 @@ def assert_clipped_as_by_torch(
     torch.testing.assert_close(gradients(model), gradients(reference))
 
 
+@pytest.mark.sampled
 @SELECTION
 @NUMBERS
 def test_in_one_process_a_scaler_unscales_and_clips_as_torch(selection, max_norm, norm_type):
@@ -154,6 +155,7 @@ def test_in_one_process_a_scaler_unscales_and_clips_as_torch(selection, max_norm
     assert_clipped_as_by_torch(norm, model, selection, max_norm, norm_type)
 
 
+@pytest.mark.sampled
 @SELECTION
 @NUMBERS
 def test_in_one_process_a_disabled_scaler_clips_as_torch(selection, max_norm, norm_type):
@@ -164,6 +166,7 @@ def test_in_one_process_a_disabled_scaler_clips_as_torch(selection, max_norm, no
     assert_clipped_as_by_torch(norm, model, selection, max_norm, norm_type)
 
 
+@pytest.mark.sampled
 @SELECTION
 @NUMBERS
 def test_in_one_process_the_function_clips_as_torch(selection, max_norm, norm_type):

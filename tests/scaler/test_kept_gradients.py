@@ -165,6 +165,7 @@ def test_many_random_loops_step_by_the_right_gradients():
 # -- flows of trainers -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("registered", [False, True], ids=["seen late", "registered"])
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
 @pytest.mark.parametrize("call", ["step", "fused", "unscale", "unscale both", "clip"])

@@ -22,7 +22,8 @@ from tests.collectives import count_collectives
 from tests.on_ranks import on_ranks
 from tests.scaler.steps import INF, cpu_scaler, error_of
 
-GUARDS = ["guard", "scaler"]
+BY = pytest.mark.parametrize("by", ["guard", "scaler"])
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 LAYOUTS = ["plain", "DDP", "FSDP2"]
 
 
@@ -97,9 +98,10 @@ CLIP = "clip_grad_norm_()"
 REPORT = "nonfinite_report()"
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@BY
+@FUSED
 @pytest.mark.parametrize(
     ("calls", "names"),
     [
@@ -122,8 +124,9 @@ def test_different_calls_raise_on_every_rank_with_both_names(calls, names, fused
     assert training.weights() == before
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_report_on_one_rank_meets_the_update_of_the_others(layout, by):
     training = Training(by, layout)
@@ -135,8 +138,9 @@ def test_a_report_on_one_rank_meets_the_update_of_the_others(layout, by):
     assert "\n  rank 0: update()\n  rank 1: nonfinite_report()\n" in text
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_catch_the_error_of_a_report_on_one_rank_train_on(layout, by):
     training = Training(by, layout)
@@ -163,8 +167,9 @@ def test_a_local_report_sends_nothing():
         training.guard.nonfinite_report(local=True)
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("call", "line"),
@@ -243,8 +248,9 @@ STEPPED = "step() has already been called"
 UNSCALED_LATE = "unscale_() is being called after step()"
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -267,7 +273,7 @@ def test_an_update_left_out_on_one_rank_raises_on_every_rank(call, words, by):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -283,7 +289,7 @@ def test_wrong_arguments_on_one_rank_raise_on_every_rank(call, words, by):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("wrong", ["step", "update"])
 def test_an_error_where_no_message_is_due_is_raised_with_the_next_one(wrong, by):
     training = Training(by)
@@ -302,7 +308,7 @@ def test_an_error_where_no_message_is_due_is_raised_with_the_next_one(wrong, by)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("unscales", [False, True])
 def test_an_error_that_all_ranks_make_alike_leaves_all_as_they_were(unscales, by):
     training = Training(by)
@@ -327,10 +333,11 @@ def test_an_error_that_all_ranks_make_alike_leaves_all_as_they_were(unscales, by
 # -- no gradients ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@FUSED
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_step_without_a_gradient_on_any_rank_raises_on_every_rank(max_norm, fused, layout, by):
     training = Training(by, layout, fused)
@@ -343,7 +350,7 @@ def test_a_step_without_a_gradient_on_any_rank_raises_on_every_rank(max_norm, fu
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("by_norm", [False, True])
 def test_a_rank_without_gradients_steps_beside_one_that_has_some(by_norm, by):
     training = Training(by)
@@ -358,9 +365,10 @@ def test_a_rank_without_gradients_steps_beside_one_that_has_some(by_norm, by):
     assert training.guard.step_counts(training.optimizer).taken == 2
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@BY
+@FUSED
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_an_optimizer_that_is_idle_beside_others_is_not_stepped_and_not_counted(
     max_norm, fused, by
@@ -426,7 +434,7 @@ def test_optimizers_that_are_all_idle_raise(max_norm):
 
 @on_ranks(2)
 @pytest.mark.parametrize("all_ranks", [False, True])
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 def test_a_step_without_gradients_that_sends_no_message_is_raised_with_the_next_one(by, all_ranks):
     """After ``unscale_`` every rank knows that an optimizer is idle, and its step sends nothing."""
     training = Training(by)
@@ -463,8 +471,9 @@ REFUSED_UNTIL_UPDATE = r"After a step that raised, call zero_grad\(\) and update
 FAILURES = [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), MemoryError()]
 
 
+@pytest.mark.sampled
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
 @pytest.mark.parametrize(
     ("max_norm", "fused"), [(None, False), (1.0, False), (1.0, True)], ids=["", "norm", "fused"]
@@ -495,7 +504,7 @@ def test_a_step_that_raised_on_one_rank_is_raised_on_all_by_its_next_message(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscale_"])
 def test_a_step_that_raised_alike_on_all_ranks_is_refused_until_update(unscales, by):
     training = Training(by)
@@ -514,7 +523,7 @@ def test_a_step_that_raised_alike_on_all_ranks_is_refused_until_update(unscales,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", GUARDS)
+@BY
 def test_a_rank_that_repeats_a_step_that_raised_makes_every_rank_raise(by):
     training = Training(by)
     training.backward()
