@@ -1,4 +1,4 @@
-"""Small models of families that are used today, made from their configurations."""
+"""Small models of families that are used today, most of them from their configurations."""
 
 import logging
 from collections.abc import Callable
@@ -83,6 +83,25 @@ def make_model(kind: str, task: str, **settings: Any) -> nn.Module:
 Built = tuple[nn.Module, dict[str, Tensor]]
 
 
+class Encoder(nn.Module):
+    """Torch's own encoder between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        layer = nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(self.embedding(input_ids))
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def torchs_encoder() -> Built:
+    return Encoder(), {"input_ids": text()["input_ids"]}
+
+
 def bert() -> Built:
     return make_model("bert", "MaskedLM", **TINY), text()
 
@@ -131,6 +150,7 @@ def resnet() -> Built:
 
 
 MODELS: dict[str, Callable[[], Built]] = {
+    "torch's encoder": torchs_encoder,
     "bert": bert,
     "gpt2": gpt2,
     "t5": t5,

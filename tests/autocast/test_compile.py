@@ -156,10 +156,10 @@ def gradient_of_branches(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "compiled"),
     [
-        pytest.param(branches, False, id="cond"),
+        pytest.param(branches, False, id="cond", marks=pytest.mark.slow),
         pytest.param(batched_linear, False, id="vmap"),
         pytest.param(gradient_of_linear, False, id="grad"),
-        pytest.param(gradient_of_branches, False, id="gradient of cond"),
+        pytest.param(gradient_of_branches, False, id="gradient of cond", marks=pytest.mark.slow),
         pytest.param(branches, True, id="compiled cond"),
     ],
 )

@@ -19,6 +19,7 @@ from distamp import AutocastState, autocast, initialize, set_module_precision
 from distamp.autocast import OpLists
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]
 # The name distamp.autocast is the class in the package.
@@ -95,10 +96,16 @@ CASES = [
     *((name, "torch.compile(model)") for name in MODULES),
     *((name, way) for name in ("fp32 pin in fp16", "region off in bf16") for way in [*WAYS][:3]),
 ]
+QUICK_CASES = [
+    ("fp32 pin in bf16", "torch.compile(model)"),
+    ("bf16 region in fp16", "torch.compile(model)"),
+    ("fp32 pin in fp16", "a function around"),
+    ("region off in bf16", "blocks"),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "way"), quick_cases(CASES, QUICK_CASES))
 def test_a_compiled_backward_is_the_eager_one(name, way, backend):
     dtype = MODULES[name][0]
     eager, compiled = net(name), net(name)
@@ -151,9 +158,11 @@ def in_a_disabled_region_inside(run: Callable[[], Tensor]) -> Tensor:
         return run()
 
 
-@pytest.mark.parametrize(
-    "around", [in_thread, in_state, in_lists, in_decorated, in_a_disabled_region_inside]
-)
+CARRIERS = [in_thread, in_state, in_lists, in_decorated, in_a_disabled_region_inside]
+QUICK_CARRIERS = [in_thread, in_decorated]
+
+
+@pytest.mark.parametrize("around", quick_cases(CARRIERS, QUICK_CARRIERS))
 def test_it_holds_in_whatever_carries_the_region(around):
     outcomes = []
     for compile_it in (True, False):
@@ -201,20 +210,23 @@ def norm_of_a_step(way: str, layout: str, level: str, pin: str) -> float:
     return norm
 
 
+CASES_ON_RANKS = [
+    ("DDP", "bf16", "fp32"),
+    ("DDP", "fp16", "fp32"),
+    ("DDP", "fp16", "bf16"),
+    ("FSDP1", "bf16", "fp32"),
+    ("FSDP1", "fp16", "fp32"),
+    ("FSDP1", "fp16", "bf16"),
+    ("FSDP2", "bf16", "fp32"),
+    ("FSDP2", "fp16", "fp32"),
+    ("FSDP2", "fp16", "bf16"),
+]
+QUICK_CASES_ON_RANKS = [("DDP", "bf16", "fp32")]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("layout", "level", "pin"),
-    [
-        ("DDP", "bf16", "fp32"),
-        pytest.param("DDP", "fp16", "fp32", marks=pytest.mark.slow),
-        pytest.param("DDP", "fp16", "bf16", marks=pytest.mark.slow),
-        pytest.param("FSDP1", "bf16", "fp32", marks=pytest.mark.slow),
-        pytest.param("FSDP1", "fp16", "fp32", marks=pytest.mark.slow),
-        ("FSDP1", "fp16", "bf16"),
-        pytest.param("FSDP2", "bf16", "fp32", marks=pytest.mark.slow),
-        ("FSDP2", "fp16", "fp32"),
-        pytest.param("FSDP2", "fp16", "bf16", marks=pytest.mark.slow),
-    ],
+    ("layout", "level", "pin"), quick_cases(CASES_ON_RANKS, QUICK_CASES_ON_RANKS)
 )
 def test_a_compiled_backward_is_the_eager_one_in_every_layout(layout, level, pin):
     with warnings.catch_warnings():
@@ -303,11 +315,16 @@ def warned(head: nn.Module, region: AbstractContextManager[Any], calls: int = 2)
             lambda: set_module_precision(nn.Linear(4, 4), "fp32"),
             r"Linear 'head', .* torch\.float32",
         ),
-        (
+        pytest.param(
             lambda: set_module_precision(nn.Linear(4, 4), "fp16"),
             r"Linear 'head', .* torch\.float16",
+            marks=pytest.mark.slow,
         ),
-        (lambda: Inner(enabled=False), r"autocast\(enabled=False\) in the module 'head'"),
+        pytest.param(
+            lambda: Inner(enabled=False),
+            r"autocast\(enabled=False\) in the module 'head'",
+            marks=pytest.mark.slow,
+        ),
         (lambda: Inner(FP16), r"autocast\('cpu', torch\.float16\) in the module 'head'"),
     ],
 )

@@ -3,27 +3,25 @@
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from distamp import OpLists, autocast, precision_report, preflight
 from tests.autocast.counting import BF16, FP16, Independent
 from tests.autocast.models import MODELS
+from tests.quick_cases import quick_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LISTS = OpLists(fp32={"linear"}, lower_precision={"gelu", "silu", "relu"})
-QUICK_MODELS = ("bert", "resnet")
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[] if name in QUICK_MODELS else [pytest.mark.slow])
-        for name in MODELS
-    ]
-)
+# The others take seconds to import transformers.
+@pytest.fixture(params=quick_cases(MODELS, quick=["torch's encoder"]))
 def built(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model and its inputs."""
     return MODELS[request.param]()
@@ -98,6 +96,35 @@ def result_dtypes(op: Any, sample: Any, region: Any) -> Any:
     return [getattr(result, "dtype", None) for result in results]
 
 
+def in_lower_precision(x: Tensor) -> Tensor:
+    return torch.mm(x, x)
+
+
+def in_float32(x: Tensor) -> Tensor:
+    return F.mse_loss(x, x)
+
+
+def promoted(x: Tensor) -> Tensor:
+    zeros = torch.zeros(2, 2)
+    return torch.cat([x, zeros])
+
+
+def in_no_list(x: Tensor) -> Tensor:
+    return F.softplus(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("op", [in_lower_precision, in_float32, promoted, in_no_list])
+def test_an_op_of_each_category_has_the_dtype_of_torchs_region(op, dtype):
+    """The cases with torch's op database compare every op, and are slow."""
+    x = torch.ones(2, 2, dtype=dtype)
+    sample = SimpleNamespace(input=x, args=(), kwargs={})
+    (expected,) = result_dtypes(op, sample, torch.autocast("cpu"))
+    assert isinstance(expected, torch.dtype)
+    (result,) = result_dtypes(op, sample, autocast("cpu"))
+    assert result is expected
+
+
 # Lists do not change random in-place ops, ops with a fixed dtype or with statistics, and ops that
 # torch makes of other ops.
 NOT_CHANGED = frozenset(
@@ -136,9 +163,11 @@ def cast_sample(sample: Any, from_dtype: torch.dtype, to_dtype: torch.dtype) -> 
     return sample.transform(cast)
 
 
-PARTS = [None, *(pytest.param(part, marks=pytest.mark.slow) for part in range(6))]
+PARTS = [None, *range(6)]
 
 
+# The import of torch's op database takes seconds.
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_an_op_has_the_dtypes_of_torchs_region(part):
     for op, _, sample in samples(ops_of_database(part)):
@@ -146,6 +175,7 @@ def test_an_op_has_the_dtypes_of_torchs_region(part):
         assert result_dtypes(op, sample, autocast("cpu")) == expected, op.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_a_listed_op_has_the_dtypes_of_cast_inputs(part):
     different = set()

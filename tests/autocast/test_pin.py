@@ -1,6 +1,7 @@
 """set_module_precision gives one module another precision than the model around it."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from distamp import AutocastState, autocast, set_module_precision
 from tests.autocast.counting import Calls, tensors_in
+from tests.quick_cases import quick_cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -215,22 +217,25 @@ def only_float32(block: nn.Module) -> Tensor:
     return block(TIMESTEP, X)  # type: ignore[no-any-return]
 
 
+DTYPES_OF_CALLS = {
+    hidden_first: BF16,
+    timestep_first: BF16,
+    float16_hidden: FP16,
+    hidden_by_keyword: BF16,
+    only_keywords: BF16,
+    nested_hidden: BF16,
+    both_halves: FP16,
+    only_float32: FP32,
+}
+CALLS = list(itertools.product(DTYPES_OF_CALLS, [False, True]))
+# A compilation takes long.
+QUICK_CALLS = [*((call, False) for call in DTYPES_OF_CALLS), (nested_hidden, True)]
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("call", "dtype"),
-    [
-        (hidden_first, BF16),
-        (timestep_first, BF16),
-        (float16_hidden, FP16),
-        (hidden_by_keyword, BF16),
-        (only_keywords, BF16),
-        (nested_hidden, BF16),
-        (both_halves, FP16),
-        (only_float32, FP32),
-    ],
-)
-def test_the_output_has_the_half_precision_of_the_inputs(call, dtype, compiled):
+@pytest.mark.parametrize(("call", "compiled"), quick_cases(CALLS, QUICK_CALLS))
+def test_the_output_has_the_half_precision_of_the_inputs(call, compiled):
+    dtype = DTYPES_OF_CALLS[call]
     block = set_module_precision(Block(), "fp32")
     if compiled:
         block.compile(backend="aot_eager")
@@ -361,7 +366,7 @@ def test_the_end_of_a_pin_leaves_the_change_of_another_library(change, changed_m
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("dtype", quick_cases([FP32, FP16, BF16], quick=[FP32]))
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 breaks the graph at a region")
 def test_a_pinned_module_compiles_in_one_graph(dtype):
     net = pinned("fp32").to(dtype)
