@@ -15,6 +15,7 @@ from distamp.grads import to_local
 from distamp.levels.amp import Amp
 from distamp.masters import masters_of
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 
 INF = float("inf")
 
@@ -128,7 +129,9 @@ def test_a_parameter_that_was_unfrozen_later_gets_a_new_master():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+@pytest.mark.parametrize(
+    "wrap", quick_cases([DistributedDataParallel, fully_shard], quick=[fully_shard])
+)
 def test_passes_that_were_not_reduced_are_dropped(wrap):
     """The step after them is not refused, and has none of their gradients."""
     amp = amp_at("bf16", wrap)

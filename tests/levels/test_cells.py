@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.levels.cells import CELLS, LAYOUTS, LEVELS, Outcome, judge, level_of, reference, run_cell
+from tests.quick_cases import quick_cases
 from tests.ranks import RankPool
 
 Cell = tuple[str, str, str]
@@ -26,21 +27,13 @@ def wrong_cells(cells: list[Cell], pool: RankPool) -> list[tuple[Cell, Outcome]]
     return wrong
 
 
-def test_twelve_cells_drawn_are_right_or_refused(ranks4: RankPool):
+def test_four_cells_drawn_are_right_or_refused(ranks4: RankPool):
     """Every run draws other cells. Compiled ones take too long for it."""
     quick = [cell for cell in CELLS if cell[2] != "compile"]
-    assert wrong_cells(random.sample(quick, 12), ranks4) == []
+    assert wrong_cells(random.sample(quick, 4), ranks4) == []
 
 
-# Layouts of `make test`. `make test-all` runs all of them.
-QUICK_LAYOUTS = ("plain", "DDP", "FSDP2")
-ALL_LAYOUTS = [
-    pytest.param(layout, marks=[] if layout in QUICK_LAYOUTS else pytest.mark.slow)
-    for layout in LAYOUTS
-]
-
-
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, quick=["DDP"]))
 def test_each_level_keeps_its_contract(ranks4: RankPool, layout):
     cells = [(level, layout, "nothing") for level in LEVELS]
     cells.append(("fp16-O2", layout, "pins"))

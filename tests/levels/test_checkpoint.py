@@ -18,6 +18,7 @@ from distamp.errors import ConfigError
 from distamp.levels import Amp
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -87,7 +88,10 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 # -- one process -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["fp32", "fp16", "bf16", "fp16-O2", "bf16-O2", "bf16-O3"])
+LEVELS = ["fp32", "fp16", "bf16", "fp16-O2", "bf16-O2", "bf16-O3"]
+
+
+@pytest.mark.parametrize("level", quick_cases(LEVELS, quick=["fp16", "fp16-O2", "bf16-O3"]))
 def test_a_run_that_was_loaded_continues_bit_identical(tmp_path, level):
     amp = make(level)
     train(amp, 0, 3)
@@ -148,7 +152,9 @@ def test_the_learning_rate_is_restored(tmp_path):
     assert resumed.optimizers[0].param_groups[0]["lr"] == 0.125
 
 
-@pytest.mark.parametrize("other_level", ["fp32", "fp16", "fp16-O2", "bf16"])
+@pytest.mark.parametrize(
+    "other_level", quick_cases(["fp32", "fp16", "fp16-O2", "bf16"], quick=["fp32", "fp16-O2"])
+)
 def test_a_checkpoint_loads_at_another_level(tmp_path, other_level):
     amp = make("bf16-O2")
     train(amp, 0, 3)
@@ -223,13 +229,9 @@ def test_a_model_with_another_shape_is_refused_before_a_value_changes(tmp_path):
 
 # -- layouts ---------------------------------------------------------------------------------------
 
-LAYOUTS = ["FSDP2", "TP"]
-for slow_layout in ("plain", "DDP"):
-    LAYOUTS.append(pytest.param(slow_layout, marks=pytest.mark.slow))
-
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_cases(["FSDP2", "TP", "plain", "DDP"], quick=["FSDP2"]))
 def test_a_run_of_ranks_continues_bit_identical(tmp_path, layout):
     amp = make("bf16-O2", layout)
     train(amp, 0, 3)
@@ -246,7 +248,7 @@ def test_a_run_of_ranks_continues_bit_identical(tmp_path, layout):
     ("saved_in", "loaded_in"),
     [
         ("FSDP2", "TP"),
-        ("TP", "plain"),
+        pytest.param("TP", "plain", marks=pytest.mark.slow),
         pytest.param("DDP", "FSDP2", marks=pytest.mark.slow),
         pytest.param("plain", "DDP", marks=pytest.mark.slow),
     ],
@@ -347,7 +349,7 @@ def _residuals(amp: Amp) -> dict[str, list[Tensor]]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", quick_cases(["bf16", "fp16"], quick=["fp16"]))
 def test_a_run_with_residuals_continues_bit_identical_under_fsdp2(tmp_path, level):
     path = _shared_directory(tmp_path)
     amp = make(level, "FSDP2", comm_hook="int8")

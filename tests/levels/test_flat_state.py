@@ -28,6 +28,7 @@ from distamp.errors import ConfigError
 from distamp.levels import Amp
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -229,12 +230,9 @@ QUICK_CELLS = {
     ("NAdam", "fp16"),
     ("Adafactor", "fp32"),
     ("schedulefree AdamW", "bf16-O2"),
-    ("torchao AdamW8bit", "fp32"),
     ("torchao AdamW4bit", "bf16-O2"),
 }
-CELLS = []
-for cell in itertools.product(OPTIMIZERS, LEVELS):
-    CELLS.append(pytest.param(*cell, marks=() if cell in QUICK_CELLS else pytest.mark.slow))
+CELLS = quick_cases(itertools.product(OPTIMIZERS, LEVELS), QUICK_CELLS)
 
 
 @pytest.fixture
@@ -302,17 +300,20 @@ def tensors_of(amp: Amp) -> dict[str, Any]:
     return {name: value for name, value in contents(amp).items() if isinstance(value, Tensor)}
 
 
+CELLS_WITHOUT_RECORDS = [
+    ("AdamW", "fp32"),
+    ("AdamW", "bf16-O2"),
+    ("AdamW", "bf16-O3"),
+    ("fused AdamW", "fp16-O2"),
+    ("SGD with momentum", "fp16"),
+    ("Adafactor", "fp32"),
+    ("NAdam", "bf16-O2"),
+]
+QUICK_CELLS_WITHOUT_RECORDS = [("AdamW", "fp32"), ("Adafactor", "fp32"), ("NAdam", "bf16-O2")]
+
+
 @pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        ("AdamW", "fp32"),
-        ("AdamW", "bf16-O2"),
-        ("AdamW", "bf16-O3"),
-        ("fused AdamW", "fp16-O2"),
-        ("SGD with momentum", "fp16"),
-        ("Adafactor", "fp32"),
-        ("NAdam", "bf16-O2"),
-    ],
+    ("name", "level"), quick_cases(CELLS_WITHOUT_RECORDS, QUICK_CELLS_WITHOUT_RECORDS)
 )
 def test_a_checkpoint_without_records_resumes_with_its_states(tmp_path, name, level, caplog):
     """The load misses no state of a frozen weight."""
@@ -483,7 +484,7 @@ class OptimizerOfManyDtypes(torch.optim.Optimizer):
         state["window"] = (state["step"], 1 / state["step"])
 
 
-@pytest.mark.parametrize("level", ["fp32", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("level", quick_cases(["fp32", "bf16-O2", "bf16-O3"], quick=["bf16-O2"]))
 def test_a_state_keeps_its_own_dtype(tmp_path, level):
     check_resume(tmp_path, OptimizerOfManyDtypes, level)
 
@@ -503,6 +504,7 @@ def test_a_run_of_fsdp2_with_adamw_resumes(tmp_path):
     check_resume(tmp_path, torchs("AdamW"), "fp32", "FSDP2")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_run_of_tp_with_asgd_resumes(tmp_path):
     check_resume(tmp_path, torchs("ASGD"), "fp32", "TP")
@@ -556,6 +558,7 @@ def check_other_layout(pools: Any, path: Path, make_optimizer: Make, *layouts: s
         assert_equal_except_types(values, expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_fsdp2_loads_in_hsdp(ranks, tmp_path):
     check_other_layout(ranks, tmp_path, torchs("AdamW", lr=0.25), "FSDP2", "HSDP")
 
@@ -750,20 +753,20 @@ OPTIMIZERS_WITH_OTHER_LAYOUTS = {
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "make_optimizer",
-    OPTIMIZERS_WITH_OTHER_LAYOUTS.values(),
-    ids=list(OPTIMIZERS_WITH_OTHER_LAYOUTS),
+    "name",
+    # The ranks import torchao for blocks of 8 bits.
+    quick_cases(OPTIMIZERS_WITH_OTHER_LAYOUTS, ["another shape", "replicated", "a tensor"]),
 )
-def test_a_state_without_the_layout_of_its_shards_is_refused(make_optimizer):
+def test_a_state_without_the_layout_of_its_shards_is_refused(name):
     torch.compiler.set_stance("force_eager")
-    amp = make(make_optimizer, "fp32", layout="FSDP2")
+    amp = make(OPTIMIZERS_WITH_OTHER_LAYOUTS[name], "fp32", layout="FSDP2")
     train(amp, 0, 1)
     with pytest.raises(ConfigError, match=rf"A flat state cannot.*{SEPARATE}"):
         amp.flat_state_dict()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["Adafactor", "torchao AdamW8bit"])
+@pytest.mark.parametrize("name", quick_cases(["Adafactor", "torchao AdamW8bit"], ["Adafactor"]))
 def test_a_whole_state_is_not_loaded_into_shards(tmp_path, name):
     torch.compiler.set_stance("force_eager")
     amp = make(OPTIMIZERS[name], "fp32", layout="DDP")

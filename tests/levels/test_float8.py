@@ -17,6 +17,7 @@ from distamp.levels import float8_layers
 from distamp.linear_recipe import LinearRecipe
 from tests.levels import cells
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 pytest.importorskip("torchao")
@@ -145,7 +146,7 @@ def amp_in_fsdp2(all_gather: bool) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("all_gather", [False, True])
+@pytest.mark.parametrize("all_gather", quick_cases([False, True], quick=[True]))
 def test_fsdp2_gathers_in_float8_if_the_level_demands_it(all_gather):
     amp = amp_in_fsdp2(all_gather)
     types: set[str] = set()
@@ -166,7 +167,7 @@ def test_fsdp2_gathers_in_float8_if_the_level_demands_it(all_gather):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("all_gather", [False, True])
+@pytest.mark.parametrize("all_gather", quick_cases([False, True], quick=[True]))
 def test_fsdp2_saves_plain_float32_weights(all_gather):
     amp = amp_in_fsdp2(all_gather)
     options = StateDictOptions(full_state_dict=True)

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,19 +221,22 @@ def train(amp: Any, steps: range) -> list[float]:
     return losses
 
 
-def losses_in_float32(dora: bool) -> list[float]:
-    model = adapted_llama(dora, F32)
-    amp = initialize(model, adamw(model), "fp32")
-    return train(amp, range(STEPS))
+def in_float32(model: nn.Module) -> Any:
+    return initialize(model, adamw(model), "fp32")
 
 
-def check_training_and_resumption(make_amp: Any, dora: bool) -> None:
-    """Check the losses of a run, and that it resumes bit-identical from its third step."""
+Train = Callable[[Any, range], list[float]]
+
+
+def check_training_and_resumption(make_amp: Callable[[], Any], exact: Any, train: Train) -> None:
+    """Check that a run has the losses of an exact one, and resumes bit-identical at step 2."""
     amp = make_amp()
     losses = train(amp, range(2))
-    saved = [copy.deepcopy(part.state_dict()) for part in (amp.model, amp.optimizers[0], amp)]
+    parts = (amp.model, amp.optimizers[0], amp)
+    saved = [copy.deepcopy(part.state_dict()) for part in parts]
     losses += train(amp, range(2, STEPS))
-    assert losses == pytest.approx(losses_in_float32(dora), rel=5e-3)
+    exact_losses = train(exact, range(STEPS))
+    assert losses == pytest.approx(exact_losses, rel=5e-3)
     resumed = make_amp()
     resumed.model.load_state_dict(saved[0])
     resumed.optimizers[0].load_state_dict(saved[1])
@@ -239,15 +244,55 @@ def check_training_and_resumption(make_amp: Any, dora: bool) -> None:
     assert train(resumed, range(2, STEPS)) == losses[2:]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
 def test_lora_in_ddp_trains_and_resumes_bit_identical():
     pytest.importorskip("peft")
-    check_training_and_resumption(lora_in_ddp, dora=False)
+    exact = in_float32(adapted_llama(False, F32))
+    check_training_and_resumption(lora_in_ddp, exact, train)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
 def test_dora_in_fsdp2_trains_and_resumes_bit_identical():
     pytest.importorskip("peft")
-    check_training_and_resumption(dora_in_fsdp2, dora=True)
+    exact = in_float32(adapted_llama(True, F32))
+    check_training_and_resumption(dora_in_fsdp2, exact, train)
+
+
+# -- the same adapters without peft, which takes long to import ----------------------------------
+
+
+def adapted_net(base: torch.dtype) -> nn.Module:
+    """Return a net with a frozen base in a dtype, and with the same weights in any dtype."""
+    model: Any = net(batchnorm=False).requires_grad_(False).to(BF16).to(base)
+    model.hidden = Adapted(model.hidden)
+    model.output = Adapted(model.output)
+    return model
+
+
+def adapted_net_in_ddp() -> Any:
+    model = cast_model(adapted_net(BF16), "bf16-O2")
+    model = DistributedDataParallel(model)
+    return initialize(model, adamw(model), "bf16-O2")
+
+
+def adapted_net_in_fsdp2() -> Any:
+    model = adapted_net(BF16)
+    policy = MixedPrecisionPolicy(None, F32)
+    fully_shard(model, mesh=mesh((2,), ("shard",)), mp_policy=policy)
+    return initialize(model, adamw(model), "bf16")
+
+
+def train_net(amp: Any, steps: range) -> list[float]:
+    batches_of_steps = itertools.islice(batches(STEPS), steps.start, steps.stop)
+    return nets.train(amp, batches_of_steps, max_norm=1.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make_amp", [adapted_net_in_ddp, adapted_net_in_fsdp2])
+def test_adapters_in_a_layout_train_and_resume_bit_identical(make_amp):
+    exact = in_float32(adapted_net(F32))
+    check_training_and_resumption(make_amp, exact, train_net)

@@ -1,5 +1,6 @@
 """Gradient accumulation without reduction: `Amp.no_sync`, its gradients, and its end."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.collectives import count_collectives
 from tests.comm_hooks.training import agreed
 from tests.levels.cells import full_params, wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -57,10 +59,12 @@ def reductions(log: Any) -> list[str]:
 # -- no_sync --------------------------------------------------------------------------------------
 
 
+WHOLE_LAYOUTS = ["DDP", "FSDP1", "FSDP2", "HSDP", "OSS"]
+LAYOUTS = [*WHOLE_LAYOUTS, "part in DDP", "FSDP2 offload"]
+
+
 @on_ranks(4)
-@pytest.mark.parametrize(
-    "layout", ["DDP", "part in DDP", "FSDP1", "FSDP2", "FSDP2 offload", "HSDP", "OSS"]
-)
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, ["DDP", "part in DDP", "FSDP2"]))
 def test_after_an_inner_region_the_outer_one_still_pauses(layout):
     if layout == "OSS":
         pytest.importorskip("fairscale")
@@ -77,7 +81,7 @@ def test_after_an_inner_region_the_outer_one_still_pauses(layout):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP2", "HSDP", "OSS"])
+@pytest.mark.parametrize("layout", quick_cases(WHOLE_LAYOUTS, ["DDP", "FSDP1", "FSDP2"]))
 def test_an_exception_inside_ends_the_pause(layout):
     if layout == "OSS":
         pytest.importorskip("fairscale")
@@ -151,9 +155,14 @@ def check_dropped_window(
     torch.testing.assert_close(weight, torch.full_like(weight, 1 - mean), rtol=0.02, atol=0)
 
 
+WINDOWS = list(
+    itertools.product(["DDP", "FSDP1", "FSDP1, flat", "FSDP2", "FSDP2 offload"], [True, False])
+)
+QUICK_WINDOWS = [("DDP", True), ("FSDP1", False), ("FSDP2", True), ("FSDP2", False)]
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("layout", ["DDP", "FSDP1", "FSDP1, flat", "FSDP2", "FSDP2 offload"])
+@pytest.mark.parametrize(("layout", "set_to_none"), quick_cases(WINDOWS, QUICK_WINDOWS))
 def test_zero_grad_drops_a_window_that_was_given_up(layout, set_to_none):
     check_dropped_window(linear(layout), "fp32", set_to_none)
 
@@ -286,10 +295,11 @@ def train_late(paused: bool, layout: str, level: str) -> list[Tensor]:
     return full_params(model)
 
 
+LATE = [("FSDP2", "bf16"), ("HSDP", "bf16"), ("FSDP2", "bf16-O2")]
+
+
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("layout", "level"), [("FSDP2", "bf16"), ("HSDP", "bf16"), ("FSDP2", "bf16-O2")]
-)
+@pytest.mark.parametrize(("layout", "level"), quick_cases(LATE, quick=[("FSDP2", "bf16")]))
 def test_a_layer_first_used_in_the_last_microbatch_trains_as_if_each_was_reduced(layout, level):
     """Under a policy torch refuses it: "expects uniform gradient dtype"."""
     weights = train_late(True, layout, level)

@@ -1,5 +1,6 @@
 """The same training in every layout and at every level, on real ranks and in one process."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from tests.levels import nets
 from tests.levels.cells import full_params, wrapped
 from tests.levels.nets import SCALE, adam, amp_in, backward, batches, loss_of, net
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 STEPS = 4
@@ -105,16 +107,20 @@ def check_layout(expected: Run, layout: str, level: str) -> None:
         amp.scaler.detach_comm_hook(hook)  # raises if it was not attached
 
 
+LAYOUTS = ["plain", "DDP", "DDP, fp16 hook", "ZeRO", "OSS", "FSDP1", "FSDP2"]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "layout", ["plain", "DDP", "DDP, fp16 hook", "ZeRO", "OSS", "FSDP1", "FSDP2"]
-)
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, ["DDP", "DDP, fp16 hook", "FSDP2"]))
 def test_at_fp16_a_layout_trains_and_skips_as_one_process_does(single_process, layout):
     check_layout(single_process["fp16"], layout, "fp16")
 
 
+LAYOUTS_OF_O2 = ["plain", "DDP", "FSDP2", "FSDP1, policy", "FSDP2, policy"]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["plain", "DDP", "FSDP2", "FSDP1, policy", "FSDP2, policy"])
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS_OF_O2, ["FSDP2", "FSDP1, policy"]))
 def test_at_fp16_o2_a_layout_trains_and_skips_as_one_process_does(single_process, layout):
     check_layout(single_process["fp16-O2"], layout, "fp16-O2")
 
@@ -133,9 +139,7 @@ def test_at_bf16_an_int8_hook_trains_as_one_process_does(single_process):
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "layout", ["plain", "DDP", "DDP, fp16 hook", "ZeRO", "OSS", "FSDP1", "FSDP2"]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_at_bf16_a_layout_trains_as_one_process_does(single_process, layout):
     check_layout(single_process["bf16"], layout, "bf16")
 
@@ -303,14 +307,19 @@ def check_pinned_block(layout: str, level: str) -> None:
     assert loss.item() == pytest.approx(exact, rel=3e-2)
 
 
-SLOW_LEVELS = []
-for level_name in ("fp16-O2", "fp16-O3", "bf16"):
-    SLOW_LEVELS.append(pytest.param(level_name, marks=pytest.mark.slow))
+LEVELS_OF_PINS = ["fp16", "bf16-O2", "bf16-O3", "fp16-O2", "fp16-O3", "bf16"]
+CASES_OF_PINS = list(itertools.product(["plain", "DDP", "FSDP2"], LEVELS_OF_PINS))
+QUICK_CASES_OF_PINS = [
+    ("plain", "fp16"),
+    ("plain", "bf16-O2"),
+    ("plain", "bf16-O3"),
+    ("DDP", "fp16"),
+    ("FSDP2", "bf16-O2"),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", ["fp16", "bf16-O2", "bf16-O3", *SLOW_LEVELS])
-@pytest.mark.parametrize("layout", ["plain", "DDP", "FSDP2"])
+@pytest.mark.parametrize(("layout", "level"), quick_cases(CASES_OF_PINS, QUICK_CASES_OF_PINS))
 def test_a_pinned_block_returns_the_models_dtype_beside_a_float32_timestep(layout, level):
     check_pinned_block(layout, level)
 

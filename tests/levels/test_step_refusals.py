@@ -44,12 +44,12 @@ def backward(amp: Amp) -> None:
 @pytest.mark.parametrize(
     ("layout", "level", "max_norm"),
     [
-        ("DDP", "bf16", None),
         ("DDP", "fp16", 1.0),
-        ("FSDP1", "bf16", 1.0),
         ("FSDP2", "bf16", 1.0),
-        ("FSDP2", "fp16", None),
-        ("HSDP", "bf16", None),
+        pytest.param("DDP", "bf16", None, marks=pytest.mark.slow),
+        pytest.param("FSDP1", "bf16", 1.0, marks=pytest.mark.slow),
+        pytest.param("FSDP2", "fp16", None, marks=pytest.mark.slow),
+        pytest.param("HSDP", "bf16", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_after_a_pass_under_no_sync_raises_and_the_next_window_is_right(
