@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp import DistGradScaler, comm_hooks
 from tests.comm_hooks.training import PrescribedGradients, agreed, inputs, mlp, relative, wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import subgroup
 from tests.scaler.steps import through_a_file
 
@@ -116,10 +117,12 @@ def check_skips(format: str, layout: str, fault: Fault) -> tuple[Run, Run]:
     return run, alone
 
 
+LAYOUTS = ["plain", "fused", "accumulate", "clip", "two optimizers", "two groups"]
+QUICK_LAYOUTS = ["clip", "two optimizers", "two groups"]
+
+
 @on_ranks(4)
-@pytest.mark.parametrize(
-    "layout", ["plain", "fused", "accumulate", "clip", "two optimizers", "two groups"]
-)
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, QUICK_LAYOUTS))
 def test_a_hook_in_fp16_skips_the_same_steps_and_trains_the_same(layout):
     fault = Fault(math.inf, rank=3, param=1)
     run, alone = check_skips("fp16", layout, fault)
@@ -127,7 +130,7 @@ def test_a_hook_in_fp16_skips_the_same_steps_and_trains_the_same(layout):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", ["plain", "clip"])
+@pytest.mark.parametrize("layout", ["plain", pytest.param("clip", marks=pytest.mark.slow)])
 def test_a_hook_in_int8_skips_the_same_steps(layout):
     """Only an attached hook drops the error of a skipped step, so the weights may differ."""
     fault = Fault(math.nan, rank=0, param=5)
@@ -207,7 +210,9 @@ def train_with_zero_losses(counts: Sequence[int], overflow: int | None) -> Tenso
 
 NO_OVERFLOW = pytest.param(None, marks=pytest.mark.slow, id="no overflow")
 OVERFLOWS = pytest.mark.parametrize("overflow", [NO_OVERFLOW, 3])
-FORMATS = pytest.mark.parametrize(("format", "bound"), [("fp16", 1e-3), ("int8", 3e-2)])
+FORMATS = pytest.mark.parametrize(
+    ("format", "bound"), [pytest.param("fp16", 1e-3, marks=pytest.mark.slow), ("int8", 3e-2)]
+)
 
 
 def check_uneven_epochs(counts: Sequence[int], format: str, bound: float, overflow: Any) -> None:
@@ -252,9 +257,12 @@ def test_an_object_that_is_no_hook_is_refused(state):
 LARGE = (19, 60, 41, 3)
 
 
+SIZES = [(2, 500), (4, 60_000)]
+
+
 @on_ranks("size")
 @pytest.mark.parametrize("interval", [0, 3])
-@pytest.mark.parametrize(("size", "numel"), [(2, 500), (4, 60_000)])
+@pytest.mark.parametrize(("size", "numel"), quick_cases(SIZES, quick=[(2, 500)]))
 def test_a_bucket_of_an_optimizer_that_skips_begins_again(size, numel, interval):
     """Parameter ``b`` stays right, although ``a``, in the same bucket, skips at an interval."""
     model = DistributedDataParallel(PrescribedGradients(numel, numel))
@@ -314,13 +322,18 @@ class LinearRun:
         return relative(mean * dist.get_world_size(), exact)
 
 
+# The number of hosts in the quick case.
+ON_TWO_HOSTS = pytest.mark.parametrize("ranks_per_host", quick_cases([1, 2], quick=[2]))
+ON_FOUR_HOSTS = pytest.mark.parametrize("ranks_per_host", quick_cases([1, 2], quick=[1]))
+
+
 def check_errors(errors: list[float], bound: float) -> None:
     assert not math.isfinite(errors[1])
     assert max(errors[2:]) < bound
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@ON_TWO_HOSTS
 def test_after_inf_and_nan_all_steps_of_an_attached_hook_are_finite_and_right(ranks_per_host):
     run = LinearRun(ranks_per_host)
     run.scaler.attach_comm_hook(run.hook)
@@ -329,7 +342,7 @@ def test_after_inf_and_nan_all_steps_of_an_attached_hook_are_finite_and_right(ra
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@ON_FOUR_HOSTS
 def test_after_inf_and_nan_all_steps_of_a_detached_hook_are_finite_and_right(ranks_per_host):
     run = LinearRun(ranks_per_host)
     run.scaler.attach_comm_hook(run.hook)
@@ -340,7 +353,7 @@ def test_after_inf_and_nan_all_steps_of_a_detached_hook_are_finite_and_right(ran
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@ON_TWO_HOSTS
 def test_after_inf_and_nan_all_steps_of_a_hook_without_scaler_are_finite(ranks_per_host):
     """Nothing tells this hook that the scale was halved, so its error is twice as large once."""
     run = LinearRun(ranks_per_host)
@@ -362,8 +375,11 @@ class Sums(NamedTuple):
         return relative(self.received, self.exact)
 
 
+LARGE_SIZES = [(2, 3000), (4, 60_000)]
+
+
 @on_ranks("size")
-@pytest.mark.parametrize(("size", "numel"), [(2, 3000), (4, 60_000)])
+@pytest.mark.parametrize(("size", "numel"), quick_cases(LARGE_SIZES, quick=[(2, 3000)]))
 def test_rounding_errors_do_not_add_up_and_wait_while_a_parameter_is_not_used(size, numel):
     """The second parameter is used in every other step."""
     net = PrescribedGradients(numel, numel)

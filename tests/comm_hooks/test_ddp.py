@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import os
 import pickle
 import time
@@ -32,6 +33,7 @@ from tests.comm_hooks.training import (
     wrapped,
 )
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 
 # -- gradients of every format ---------------------------------------------------------------------
 
@@ -42,9 +44,12 @@ def check_against_plain_ddp(format: str) -> None:
     assert error <= BOUNDS[format]
 
 
+SIZES_AND_FORMATS = list(itertools.product([1, 3, 4], COMM_FORMATS))
+QUICK = [(1, "fp16"), (1, "bf16"), (1, "int8"), (3, "int8"), (4, "fp16"), (4, "bf16")]
+
+
 @on_ranks("size")
-@pytest.mark.parametrize("format", COMM_FORMATS)
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize(("size", "format"), quick_cases(SIZES_AND_FORMATS, QUICK))
 def test_gradients_are_those_of_plain_ddp(size, format):
     check_against_plain_ddp(format)
 
@@ -214,14 +219,14 @@ def test_gradients_in_bfloat16_are_sent_in_two_bytes():
 # -- random layouts --------------------------------------------------------------------------------
 
 
-QUICK = [(2, 0, 5), (4, 0, 3), (8, 0, 1)]
+THREE_LAYOUTS = (2, 0, 3)
 THOUSAND = []
 for num_ranks in (2, 4, 8):
     for first_seed in range(0, 1000, 50):
         THOUSAND.append(pytest.param(num_ranks, first_seed, 50, marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(("size", "start", "count"), [*QUICK, *THOUSAND])
+@pytest.mark.parametrize(("size", "start", "count"), [THREE_LAYOUTS, *THOUSAND])
 def test_a_thousand_random_bucket_layouts(ranks, size, start, count):
     """No layout has wrong gradients, and none hangs: a hang ends the pool with all stacks."""
     seeds = list(range(start, start + count))
@@ -261,10 +266,15 @@ def check_every_parameter(model: Any, grads: list[list[Tensor]], bound: float) -
         assert relative(grad, exact_grad.flatten()) <= bound
 
 
+CASES_OF_SMALL_PARAMETERS = list(itertools.product(["DDP", "FSDP2"], ["fp16", "int8"], [1, 2]))
+QUICK_CASES_OF_SMALL_PARAMETERS = [("DDP", "fp16", 2), ("FSDP2", "int8", 2)]
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("format", ["fp16", "int8"])
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    ("wrapper", "format", "ranks_per_host"),
+    quick_cases(CASES_OF_SMALL_PARAMETERS, QUICK_CASES_OF_SMALL_PARAMETERS),
+)
 def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, format, ranks_per_host):
     wrap = DistributedDataParallel if wrapper == "DDP" else fully_shard
     for ratio in (1e-1, 1e-4, 1e-7):
@@ -299,7 +309,7 @@ def errors_after_a_failure(
         if step == 2 and dist.get_rank() == 1:
             type(COMM_FORMATS[format]).encode = fail
         if step == 2 and dist.get_rank() == 2 and delay_rank_2:
-            time.sleep(1)
+            time.sleep(0.3)
         try:
             backward(model, step)
         except RuntimeError as error:
@@ -318,9 +328,10 @@ def check_failing_exchange(messages: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     ("wrapper", "format"),
     [
-        ("DDP", "fp16"),
+        # The next test has the same failure, and a late rank.
+        pytest.param("DDP", "fp16", marks=pytest.mark.slow),
         # int8 sends small parameters uncompressed.
-        ("DDP", "int8"),
+        pytest.param("DDP", "int8", marks=pytest.mark.slow),
         ("FSDP2", "fp16"),
     ],
 )

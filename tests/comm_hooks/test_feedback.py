@@ -284,8 +284,8 @@ in_layouts = pytest.mark.parametrize(
         pytest.param(2, "DDP", False, id="DDP, not used"),
         pytest.param(2, "FSDP2", False, id="FSDP2, not used"),
         pytest.param(2, "FSDP2", True, id="FSDP2, frozen"),
-        pytest.param(4, "HSDP", False, id="HSDP, not used"),
-        pytest.param(4, "HSDP", True, id="HSDP, frozen"),
+        pytest.param(4, "HSDP", False, id="HSDP, not used", marks=pytest.mark.slow),
+        pytest.param(4, "HSDP", True, id="HSDP, frozen", marks=pytest.mark.slow),
     ],
 )
 
@@ -313,7 +313,9 @@ def test_under_a_guard_a_layer_that_comes_back_has_the_right_gradient_in_any_lay
 
 # DDP exchanges the sum of all micro-batches at once, so it is no such case.
 @on_ranks("size")
-@pytest.mark.parametrize(("size", "layout"), [(2, "FSDP2"), (4, "HSDP")])
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, "FSDP2"), pytest.param(4, "HSDP", marks=pytest.mark.slow)]
+)
 def test_two_reduced_micro_batches_after_a_skip_add_up_with_their_error(size, layout):
     """The first of the two is so large that its rounding error alone exceeds the second."""
     model, layers = distributed(layout)

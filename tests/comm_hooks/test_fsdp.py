@@ -34,6 +34,7 @@ from distamp.comm_hooks import (
 from distamp.fsdp_unit import FSDPUnit
 from tests.comm_hooks.training import PrescribedGradients, agreed, full_gradients, relative
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 # The relative L2 error that a gradient may have after one rounding.
@@ -317,13 +318,13 @@ def test_fsdp2_averages_with_one_rounding():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("format", ["fp16", "bf16"])
+@pytest.mark.parametrize("format", quick_cases(["fp16", "bf16"], quick=["bf16"]))
 def test_fsdp2_averages_with_one_rounding_on_four_ranks(format):
     check_average(format, bound=ERRORS[format])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", quick_cases([True, False], quick=[True]))
 def test_fsdp2_averages_micro_batches_with_one_rounding(reshard):
     check_average(micros=3, reshard_after_forward=reshard)
 
@@ -386,6 +387,7 @@ def test_replicas_of_a_mesh_are_averaged_once_a_step(format, bound):
     check_average_of_replicas(hook, model, bound)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize(("format", "bound"), BOUNDS_OF_TWO_ROUNDINGS)
 def test_replicas_of_a_process_group_are_averaged_once_a_step(format, bound):
@@ -395,6 +397,8 @@ def test_replicas_of_a_process_group_are_averaged_once_a_step(format, bound):
     check_average_of_replicas(hook, model, bound)
 
 
+# The next test checks more of the same.
+@pytest.mark.slow
 @on_ranks(2)
 def test_rounding_errors_of_shards_are_fed_back():
     model = sharded()
@@ -665,8 +669,9 @@ def check_memory(format: str, residuals: float, **options: Any) -> None:
     assert additional <= (residuals + 0.25) * GRADIENT_BYTES
 
 
+@pytest.mark.slow
 @on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [pytest.param(None, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks_per_host", [None, 2])
 def test_shards_are_reduced_in_a_quarter_of_their_gradients_memory(ranks_per_host):
     check_memory("fp16", residuals=0.0, ranks_per_host=ranks_per_host)
 

@@ -33,6 +33,7 @@ from tests.comm_hooks.training import (
     spread,
 )
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh, subgroup
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -204,7 +205,7 @@ def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(opt
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("wrapper", quick_cases(["DDP", "FSDP2"], quick=["DDP"]))
 def test_a_compiled_model_is_registered_as_one_that_is_not(wrapper):
     # torch wants the first bucket to be the smallest.
     settings = {"bucket_cap_mb": 25} if wrapper == "DDP" else {}

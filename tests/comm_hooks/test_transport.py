@@ -1,12 +1,14 @@
 """The transport of messages: its threads and connections, and how they end."""
 
 import contextlib
+import ctypes
 import gc
 import os
-import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -53,11 +55,32 @@ transport.submit(waits)
 """
 
 
-def test_a_process_ends_while_a_lane_is_still_in_torch():
-    command = [sys.executable, "-c", ENDS_DURING_AN_EXCHANGE]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ended.stderr == ""
-    assert ended.returncode == 0
+def run_in_fork(program: str) -> tuple[int, str]:
+    """Run a program in a fork, which ends as an interpreter does.
+
+    A new interpreter would take seconds to import torch.
+
+    Returns:
+        The exit status, and the text on stderr.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), sys.stderr.fileno())
+            try:
+                exec(program, {})
+                ctypes.pythonapi.Py_Exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read()
+
+
+def test_a_process_ends_while_a_lane_is_still_in_torch(new_ranks):
+    (result,) = new_ranks(1).run(run_in_fork, ENDS_DURING_AN_EXCHANGE, group="none")
+    assert result == (0, "")
 
 
 # -- threads and connections of a hook -------------------------------------------------------------
