@@ -19,6 +19,7 @@ from tests.guard.test_update_check import BadSGD
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import device_type
+from tests.quick_cases import quick_cases
 from tests.ranks import logged
 
 
@@ -178,7 +179,7 @@ def test_shards_are_not_compared(layout):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", quick_cases(range(4), quick=[1]))
 def test_under_hsdp_the_replicas_of_a_shard_are_compared(rank):
     model = wrapped(Net(), "HSDP", None, "")
     optimizer, guard = sgd(model), guard_of(model)

@@ -30,6 +30,7 @@ from distamp.guard.snapshot_state import HostCopies
 from tests.guard.snapshot_runs import Iteration, Program, differences, drawn
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import here
+from tests.quick_cases import quick_cases
 from tests.ranks import logged
 from tests.scaler.steps import INF, cpu_scaler, iteration, sgd
 
@@ -77,24 +78,25 @@ PROGRAMS = {
 }
 
 
-#: The quick part has a similar program for every one of these.
-SLOW_PROGRAMS = (
-    *("FSDP1", "FSDP2", "FSDP2 offload", "HSDP", "FSDP2 x TP", "TP", "ZeRO fused"),
-    *("fp16-O2", "bf16-O2", "bf16-O2 FSDP2", "int8 hook of FSDP2", "frozen layer"),
-    *("gradients that FSDP2 has not reduced", "gathered weights", "gathered flat weights"),
-)
+# Every other program is similar to one of these.
+QUICK_PROGRAMS = [
+    "plain",
+    "DDP",
+    "ZeRO",
+    "bf16-O2 split",
+    "int8 hook",
+    "two optimizers",
+    "norm",
+    "state that came later",
+    "unscaled gradients",
+    "failed step",
+    "bad state",
+    "another learning rate",
+    "written buffer",
+]
 
 
-def named_programs() -> list[Any]:
-    """Return the names of all programs, with a mark on the slow ones."""
-    params: list[Any] = []
-    for name in PROGRAMS:
-        marks = [pytest.mark.slow] if name in SLOW_PROGRAMS else []
-        params.append(pytest.param(name, marks=marks))
-    return params
-
-
-@pytest.mark.parametrize("name", named_programs())
+@pytest.mark.parametrize("name", quick_cases(PROGRAMS, QUICK_PROGRAMS))
 def test_a_run_that_went_back_is_bit_identical(ranks, name):
     """To a run without snapshots that makes the same iterations from the start."""
     program = PROGRAMS[name]
@@ -739,7 +741,7 @@ def on_device_guard(optimizer: torch.optim.Optimizer, kind: str) -> Any:
     ("kind", "fused"),
     [
         pytest.param("guard", True, id="guard and fused step"),
-        pytest.param("scaler", False, id="scaler and foreach step"),
+        pytest.param("scaler", False, id="scaler and foreach step", marks=pytest.mark.slow),
         pytest.param("guard", False, id="guard and foreach step", marks=pytest.mark.slow),
         pytest.param("scaler", True, id="scaler and fused step", marks=pytest.mark.slow),
     ],

@@ -19,9 +19,11 @@ from tests.guard.test_replicas import flip
 from tests.guard.test_update_check import BadSGD
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import subgroup
 
-SETUPS = ("LoRA", "half base", "hook", "compiled", "accumulation", "unused weights", "several")
+UNCOMPILED_SETUPS = ("LoRA", "half base", "hook", "accumulation", "unused weights", "several")
+SETUPS = (*UNCOMPILED_SETUPS, "compiled")
 
 
 class LoRA(nn.Module):
@@ -90,7 +92,7 @@ class Run:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", quick_cases(SETUPS, UNCOMPILED_SETUPS))
 def test_a_bad_update_is_named(setup):
     run = Run(setup)
     run.iteration()
@@ -102,7 +104,7 @@ def test_a_bad_update_is_named(setup):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup != "compiled"])
+@pytest.mark.parametrize("setup", UNCOMPILED_SETUPS)
 def test_a_flipped_bit_is_named(setup):
     assert_a_flipped_bit_is_named(setup)
 

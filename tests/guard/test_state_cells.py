@@ -25,6 +25,7 @@ from tests.guard.test_nonfinite_weights import _NetOfCells as Net
 from tests.guard.test_replicas import flip
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 
 Settings = dict[str, Any]
 
@@ -197,7 +198,7 @@ def flips(size: int, seed: int, count: int) -> None:
 
 
 @on_ranks("size")
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", quick_cases([2, 3, 4], quick=[3]))
 def test_flipped_bits_are_noticed(size):
     flips(size, _seed_of_all_ranks(), 5)
 
@@ -234,7 +235,7 @@ def clean_run(size: int, seed: int, steps: int) -> None:
 
 
 @on_ranks("size")
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", quick_cases([2, 3, 4], quick=[2]))
 def test_clean_runs_are_not_accused(size):
     clean_run(size, _seed_of_all_ranks(), 6)
 
@@ -320,7 +321,7 @@ def bad_updates(size: int, seed: int, count: int) -> None:
 
 
 @on_ranks("size")
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", quick_cases([2, 3, 4], quick=[2]))
 def test_bad_updates_are_named(size):
     bad_updates(size, _seed_of_all_ranks(), 2)
 
