@@ -12,6 +12,7 @@ from distamp import StepGuard, cast_model, initialize
 from distamp.errors import ConfigError
 from distamp.scaler import MasterParameters
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.scaler.masters import ByHand, adamw, half_mlp, local, loss_of, master_scaler, spread
 from tests.scaler.steps import INF
 
@@ -62,8 +63,15 @@ def test_a_backbone_that_thaws_gets_masters(split):
     _train_beside_by_hand("", split)
 
 
-@SPLIT
-@pytest.mark.parametrize("layout", ["buckets", "FSDP2"])
+@pytest.mark.parametrize(
+    ("layout", "split"),
+    [
+        pytest.param("buckets", False, id="buckets-whole"),
+        pytest.param("FSDP2", True, id="FSDP2-split"),
+        pytest.param("buckets", True, id="buckets-split", marks=pytest.mark.slow),
+        pytest.param("FSDP2", False, id="FSDP2-whole", marks=pytest.mark.slow),
+    ],
+)
 def test_a_backbone_that_thaws_gets_masters_under_ddp_and_fsdp2(ranks2, layout, split):
     ranks2.run(_train_beside_by_hand, layout, split)
 
@@ -108,7 +116,7 @@ def test_a_frozen_stage_of_a_pipeline_steps_and_skips_with_the_others(split):
     assert stage.weight.tolist() == [[-3.0 if rank == 1 else -1.0] * 4]
 
 
-@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
+@pytest.mark.parametrize("level", quick_cases(["fp16-O2", "bf16-O2"], quick=["bf16-O2"]))
 def test_a_group_of_half_precision_that_comes_to_an_optimizer_of_fp32_norms_gets_masters(level):
     """As gradual unfreezing does by add_param_group; SGD in half precision would lose 1e-4."""
     norm = nn.BatchNorm1d(4)

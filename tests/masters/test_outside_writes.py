@@ -152,8 +152,15 @@ def test_the_two_steps_of_sam_are_those_of_float32(split, unscales):
     _ascend(split, unscales=unscales)
 
 
-@SPLIT
-@pytest.mark.parametrize("run", [_average, _ascend])
+@pytest.mark.parametrize(
+    ("run", "split"),
+    [
+        pytest.param(_average, False, id="_average-whole"),
+        pytest.param(_ascend, True, id="_ascend-split"),
+        pytest.param(_average, True, id="_average-split", marks=pytest.mark.slow),
+        pytest.param(_ascend, False, id="_ascend-whole", marks=pytest.mark.slow),
+    ],
+)
 def test_methods_reach_the_shards_of_fsdp2(ranks2, run, split):
     ranks2.run(run, split, "FSDP2")
 

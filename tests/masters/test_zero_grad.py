@@ -68,7 +68,10 @@ def test_a_layer_that_is_not_used_moves_as_without_masters(name, split, set_to_n
     _train(name, split, set_to_none)
 
 
-@SPLIT
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(True, id="split"), pytest.param(False, id="whole", marks=pytest.mark.slow)],
+)
 def test_a_sharded_layer_that_is_not_used_moves_as_without_masters(ranks2, split):
     ranks2.run(_train, "SGD", split, False, "FSDP2")
 
