@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import distamp
@@ -191,21 +192,45 @@ def test_each_method_on_a_page_exists() -> None:
     assert missing == set()
 
 
-# Each program runs in a fork of one interpreter that has imported torch but not distamp, because
-# the value of a name can depend on the imports before it.
+# Each program runs in a fork of one interpreter, because the value of a name can depend on the
+# imports before it. A program finds the modules that torch loads in ``modules_of_torch``.
 FORKS = """
-import os, sys, traceback, torch, torch.distributed.fsdp, torch.distributed.tensor
-for program in eval(sys.stdin.read()):
+import os, sys, traceback, torch
+modules_of_torch = set(sys.modules)
+# A reference to the class would be reported by `patch_torch`.
+scaler_of_torch = id(torch.amp.GradScaler)
+first_program, programs = eval(sys.stdin.read())
+exec(first_program)
+for program in programs:
     child = os.fork()
     if child == 0:
         try:
-            exec(program, {"before": set(sys.modules), "sys": sys, "torch": torch})
+            exec(program)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+
+
+def assert_that_programs_end_without_an_error(
+    programs: dict[str, str], first_program: str = ""
+) -> None:
+    """Run each program in a fork of a new interpreter, which has run the first program."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORKS],
+        input=repr((first_program, list(programs.values()))),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    exit_codes = done.stdout.splitlines()
+    assert len(exit_codes) == len(programs), done.stderr
+    for name, exit_code in zip(programs, exit_codes, strict=True):
+        assert exit_code == "0", f"{name}: {done.stderr}"
+
+
 SPELLINGS = [
     "from distamp import autocast as cls",
     "import distamp; cls = distamp.autocast",
@@ -235,24 +260,21 @@ HEAVY = set(
 )
 BENCHMARK_FILES = (ROOT / "benchmarks").glob("*.py")
 BENCHMARKS = [f"benchmarks.{path.stem}" for path in BENCHMARK_FILES]
-PROGRAMS = {
+PROGRAMS_AFTER_THE_IMPORT = {
+    "an import loads nothing heavy": f"""
+assert not {HEAVY} & (set(sys.modules) - modules_of_torch)
+""",
+    "an import changes no name of torch": """
+assert id(torch.amp.GradScaler) == scaler_of_torch
+assert distamp.patch_torch().late == ()
+""",
     "no module needs an extra, except the integrations": """
-import importlib, pkgutil, distamp
+import importlib, pkgutil
 for module in pkgutil.walk_packages(distamp.__path__, "distamp."):
     if not module.name.startswith("distamp.integrations."):
         importlib.import_module(module.name)
 extras = {"matplotlib", "fairscale", "torchao", "lightning", "accelerate"}
-assert not extras & (set(sys.modules) - before)
-""",
-    "an import loads nothing heavy": f"""
-import distamp
-assert not {HEAVY} & (set(sys.modules) - before)
-""",
-    "an import changes no name of torch": """
-original = torch.amp.GradScaler
-import distamp
-assert torch.amp.GradScaler is original
-assert distamp.patch_torch().late == ()
+assert not extras & (set(sys.modules) - modules_of_torch)
 """,
     "doctor imports no trainer": """
 import distamp.doctor
@@ -261,21 +283,16 @@ distamp.doctor.diagnose()
 assert not {"lightning", "transformers", "rich"} & (set(sys.modules) - before)
 """,
     "benchmarks can be imported": f"import {', '.join(BENCHMARKS)}",
+    "each spelling binds the class after the others": IS_THE_CLASS.join([*SPELLINGS, ""]),
 }
-for spelling in SPELLINGS:
-    PROGRAMS[f"{spelling} binds the class"] = spelling + IS_THE_CLASS
 
 
-def test_imports_in_a_fresh_interpreter() -> None:
-    """Each program of ``PROGRAMS`` ends without an error."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORKS],
-        input=repr(list(PROGRAMS.values())),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    exit_codes = done.stdout.splitlines()
-    assert len(exit_codes) == len(PROGRAMS)
-    for name, exit_code in zip(PROGRAMS, exit_codes, strict=True):
-        assert exit_code == "0", f"{name}: {done.stderr}"
+def test_an_import_has_no_side_effect_in_a_fresh_interpreter() -> None:
+    assert_that_programs_end_without_an_error(PROGRAMS_AFTER_THE_IMPORT, "import distamp")
+
+
+@pytest.mark.slow  # Each program imports the package again.
+def test_each_spelling_binds_the_class_in_a_fresh_interpreter() -> None:
+    programs = {spelling: spelling + IS_THE_CLASS for spelling in SPELLINGS}
+    packages = "import torch.distributed.fsdp, torch.distributed.tensor"
+    assert_that_programs_end_without_an_error(programs, packages)
