@@ -162,12 +162,17 @@ def _private_names_of_torch(nodes: list[ast.AST]) -> Iterator[str]:
                 if _is_private(full_name):
                     yield full_name
     for node in nodes:
-        if isinstance(node, ast.Attribute):
-            variable, _, attributes = ast.unparse(node).partition(".")
-            if variable in modules and re.fullmatch(r"[\w.]+", attributes):
-                full_name = f"{modules[variable]}.{attributes}"
-                if _is_private(full_name):
-                    yield full_name
+        if not isinstance(node, ast.Attribute):
+            continue
+        # The text of an attribute takes long to make.
+        if not _is_private(node.attr):
+            continue
+        text = ast.unparse(node)
+        variable, _, attributes = text.partition(".")
+        module = modules.get(variable)
+        if module is not None and re.fullmatch(r"[\w.]+", attributes):
+            full_name = f"{module}.{attributes}"
+            yield full_name
 
 
 def _is_private(name: str) -> bool:

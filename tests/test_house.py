@@ -1,18 +1,21 @@
 """The shape of the package: its import graph, its public names, and how its files read."""
 
 import ast
+import functools
 import importlib
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import distamp
 from tests.house_style import (
     LIBRARY,
+    Style,
     goals_for,
     load_exceptions,
     load_private_names,
@@ -104,8 +107,18 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {_module_name(path): ast.parse(path.read_text()) for path in FILES}
+PATHS = {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a module."""
+    tree = ast.parse(PATHS[module].read_text())
+    return list(ast.walk(tree))
+
+
+# The worker that has parsed the package runs all tests that read its syntax trees.
+reads_trees = pytest.mark.xdist_group("syntax trees of the package")
 
 
 def _targets(node: ast.AST) -> list[str]:
@@ -118,15 +131,16 @@ def _targets(node: ast.AST) -> list[str]:
     targets = []
     for alias in node.names:
         name = f"{node.module}.{alias.name}"
-        is_module = name in TREES or node.module == "distamp"
+        is_module = name in PATHS or node.module == "distamp"
         targets.append(name if is_module else str(node.module))
     return targets
 
 
-def _imports(tree: ast.AST) -> set[str]:
+@functools.cache
+def _imports(module: str) -> set[str]:
     """Return the full names of all modules that a module may load, at import time or later."""
     imports: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(module):
         imports.update(_targets(node))
     return imports
 
@@ -136,13 +150,13 @@ def _room(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def _wrong_imports(module: str, tree: ast.AST) -> list[str]:
+def _wrong_imports(module: str) -> list[str]:
     """Return a line for each forbidden import of a module."""
     room = _room(module)
     rooms = {room, *ROOMS[room]}
     packages = {"torch", *sys.stdlib_module_names, *OPTIONAL, *TRAINERS_OF.get(room, set())}
     wrong = []
-    for name in sorted(_imports(tree)):
+    for name in sorted(_imports(module)):
         package, target = name.split(".")[0], _room(name)
         if target not in ROOMS:
             target = ""  # A name of distamp/__init__.py.
@@ -155,13 +169,14 @@ def _wrong_imports(module: str, tree: ast.AST) -> list[str]:
 
 
 def test_each_module_is_in_a_room():
-    rooms = set(map(_room, TREES))
+    rooms = set(map(_room, PATHS))
     assert rooms <= set(ROOMS), "place the new room in ROOMS and in architecture.md"
 
 
+@reads_trees
 def test_imports_run_one_way():
-    for module, tree in TREES.items():
-        assert _wrong_imports(module, tree) == []
+    for module in PATHS:
+        assert _wrong_imports(module) == []
 
 
 def test_all_has_exactly_the_visible_names():
@@ -183,7 +198,17 @@ def _import_if_installed(name: str) -> ModuleType | None:
         return None
 
 
-@pytest.mark.parametrize("name", TREES)
+def _modules_with_marks() -> list[Any]:
+    """Return the modules. The tests of the trainers import the integrations, which takes long."""
+    modules = []
+    for module in PATHS:
+        is_integration = module.startswith("distamp.integrations.")
+        marks = [pytest.mark.slow] if is_integration else []
+        modules.append(pytest.param(module, marks=marks))
+    return modules
+
+
+@pytest.mark.parametrize("name", _modules_with_marks())
 def test_a_module_has_the_names_that_it_exports(name):
     module = _import_if_installed(name)
     if module is not None:
@@ -191,34 +216,36 @@ def test_a_module_has_the_names_that_it_exports(name):
         assert [attribute for attribute in exported if not hasattr(module, attribute)] == []
 
 
-def _private_reads(tree: ast.AST) -> list[str]:
+def _private_reads(nodes: list[ast.AST]) -> list[str]:
     """Return each ``x._name`` in a module, unless x is self, cls, super() or a module."""
     modules = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name
                 modules.add(re.escape(name.split(".")[0]))
     allowed = re.compile(rf"self|cls|super\(\)|({'|'.join(modules)})(\.\w+)*")
     reads = []
-    for node in ast.walk(tree):
+    for node in nodes:
         is_private = isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr)
         if is_private and not allowed.fullmatch(ast.unparse(node.value)):
             reads.append(f"{ast.unparse(node)} in line {node.lineno}")
     return reads
 
 
+@reads_trees
 def test_no_module_reads_private_attributes_of_other_objects():
-    for name, tree in TREES.items():
-        assert _private_reads(tree) == [], name
+    for module in PATHS:
+        assert _private_reads(nodes_of(module)) == [], module
 
 
+@reads_trees
 def test_no_modules_import_each_other():
     """Imports in functions and imports for types count as well."""
     waiting: dict[str, set[str]] = {}
-    for name, tree in TREES.items():
+    for name in PATHS:
         # A package is imported before its modules, so they may name it.
-        waiting[name] = {t for t in _imports(tree) if not f"{name}.".startswith(f"{t}.")}
+        waiting[name] = {t for t in _imports(name) if not f"{name}.".startswith(f"{t}.")}
     while True:
         free = [name for name, imports in waiting.items() if not imports & set(waiting)]
         if not free:
@@ -240,34 +267,44 @@ LONG_FUNCTIONS = {
     "train": "It is the training loop, which is read from top to bottom.",
 }
 
-STYLES = {file: measure((ROOT / file).read_text()) for file in source_files()}
+# The worker that has measured the files runs all tests that read the measures.
+reads_styles = pytest.mark.xdist_group("styles of the files")
 
 
-def test_no_file_reads_worse_than_its_goal_or_its_exception():
+@pytest.fixture(scope="module")
+def styles() -> dict[str, Style]:
+    """Return the measures of all files, which takes seconds."""
+    return {file: measure((ROOT / file).read_text()) for file in source_files()}
+
+
+@reads_styles
+def test_no_file_reads_worse_than_its_goal_or_its_exception(styles):
     """Density, names, prose and summaries; exceptions are lowered by `tests.house_style`."""
     exceptions = load_exceptions()
     worse = {}
-    for file, style in STYLES.items():
+    for file, style in styles.items():
         measures = too_high(file, style, exceptions)
         if measures:
             worse[file] = measures
     assert worse == {}
 
 
-def test_no_exception_is_left_for_a_file_that_meets_its_goal():
+@reads_styles
+def test_no_exception_is_left_for_a_file_that_meets_its_goal(styles):
     """An exception that is not needed any more goes, so the list only shrinks."""
     advice = "run python -m tests.house_style"
     for file, measures in load_exceptions().items():
-        assert file in STYLES, advice
+        assert file in styles, advice
         for name in measures:
-            value = getattr(STYLES[file], name)
+            value = getattr(styles[file], name)
             assert value > goals_for(file)[name], f"{file}: {name}, {advice}"
 
 
-def test_private_names_of_torch_are_read_only_where_they_are_listed():
+@reads_styles
+def test_private_names_of_torch_are_read_only_where_they_are_listed(styles):
     """A private name may change with every release of torch, so few files may read one."""
     listed = load_private_names()
-    for file, style in STYLES.items():
+    for file, style in styles.items():
         if file.split("/")[0] in LIBRARY:
             unlisted = style.torch_private - set(listed.get(file, []))
             assert unlisted == set(), file
@@ -290,7 +327,7 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
 def test_a_function_of_many_expressions_has_a_reason():
     """A long function is hard to read, unless it tells one story from top to bottom."""
     long_functions = set()
-    for file in STYLES:
+    for file in source_files():
         if file.split("/")[0] in LIBRARY:
             tree = ast.parse((ROOT / file).read_text())
             for name, function in _functions(tree):

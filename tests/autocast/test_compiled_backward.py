@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch import config
-from torch._inductor import config as inductor_config
 
 from distamp import AutocastState, autocast, initialize, set_module_precision
 from distamp.autocast import OpLists
@@ -110,6 +109,9 @@ def test_a_compiled_backward_is_the_eager_one(name, way, backend):
     dtype = MODULES[name][0]
     eager, compiled = net(name), net(name)
     expected = gradients(eager, eager, torch.autocast("cpu", dtype))
+    # Every worker imports this file, so a test imports the compiler, which takes long.
+    from torch._inductor import config as inductor_config
+
     # Inductor keeps float32 between ops that it fuses, unless this setting makes it round.
     with inductor_config.patch(emulate_precision_casts=True):
         call = WAYS[way](compiled, backend)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from tests.on_ranks import on_ranks
 from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
-pytest.importorskip("torchao")
+# Every worker imports this file, and an import of torchao takes long.
+pytestmark = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
 
 
 def layers() -> Any:
