@@ -1,25 +1,31 @@
-"""Run several Python commands, each in a fork of one interpreter that has imported torch.
+"""Run several Python commands, each in a fork of a rank that has imported torch.
 
-An interpreter takes seconds to import torch and distamp. A fork takes milliseconds, and has run no
-op yet, so each command finds the state of a new process.
+An interpreter takes seconds to import torch and distamp, and the server of the ranks has done so.
+A fork takes milliseconds, and has run no op yet, so each command finds the state of a new process.
 """
 
 import contextlib
-import json
+import multiprocessing
 import os
 import runpy
 import shlex
-import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.multiprocessing
+
+from tests.ranks import RankPool
+
 __all__ = ["FinishedCommand", "run_commands"]
 
 ROOT = Path(__file__).parents[1]
+# For all commands of a call. The slowest takes a few seconds on a quiet machine.
+TIMEOUT_S = 220.0
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,21 @@ def run_commands(commands: Sequence[str], folder: Path = ROOT) -> list[FinishedC
         folder: The working directory of each command.
     """
     arguments = [shlex.split(command)[1:] for command in commands]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.forked_commands"],
-        input=json.dumps({"arguments": arguments, "folder": str(folder)}),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return [FinishedCommand(*result) for result in json.loads(done.stdout)]
+    with RankPool(1, timeout=TIMEOUT_S) as pool:
+        (results,) = pool.run(_run_in_forks, arguments, str(folder), group="none")
+    return [FinishedCommand(*result) for result in results]
+
+
+def _run_in_forks(commands: list[list[str]], folder: str) -> list[tuple[int, str]]:
+    """Run commands on a rank; return the exit code and the output of each."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[variable]
+    # A command may start processes, which a daemon may not.
+    multiprocessing.current_process().daemon = False
+    # A rank makes warnings errors, and an interpreter prints them.
+    warnings.simplefilter("default")
+    _fork_ranks()
+    return [_run_in_fork(command, folder) for command in commands]
 
 
 def _run_in_fork(arguments: list[str], folder: str) -> tuple[int, str]:
@@ -97,7 +108,6 @@ def _run_here(arguments: list[str], folder: str) -> int:
 
 def _fork_ranks() -> None:
     """Let ``torch.multiprocessing.spawn`` fork, so that no rank imports torch again."""
-    import torch.multiprocessing
 
     def spawn(function, args=(), nprocs=1, join=True, daemon=False, start_method="fork"):  # type: ignore[no-untyped-def]
         return torch.multiprocessing.start_processes(
@@ -105,19 +115,3 @@ def _fork_ranks() -> None:
         )
 
     torch.multiprocessing.spawn = spawn
-
-
-def _main() -> None:
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
-
-    import distamp  # noqa: F401
-
-    _fork_ranks()
-    request = json.loads(sys.stdin.read())
-    results = [_run_in_fork(command, request["folder"]) for command in request["arguments"]]
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    _main()

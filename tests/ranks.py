@@ -52,11 +52,12 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "torch.nn.parallel",
     "torch.testing",
+    # The modules of tests, which ranks import, import pytest.
     "pytest",
     "tests.ranks",
     # The launcher imports most of its packages here. They are missing without its extra.
-    "launch.checkpoint",
     "launch.metrics",
+    "launch.train",
 ]
 # A call that takes longer has hung: nothing here is within an order of magnitude of it.
 TIMEOUT_S = 60.0
