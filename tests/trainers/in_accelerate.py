@@ -1,4 +1,4 @@
-"""Runs by Accelerate, for ranks: to import this imports Accelerate."""
+"""Training in Accelerate, for ranks, because this module imports Accelerate."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,29 +27,34 @@ from tests.trainers.common import (
     quiet,
 )
 
-__all__ = ["accelerator_with", "fsdp_plugin", "train"]
+__all__ = ["make_accelerator", "make_fsdp_plugin", "train"]
 
 
-def accelerator_with(
-    ours: bool, precision: str = "fp16", parts: int = 1, layout: str = "DDP"
+def make_accelerator(
+    with_distamp: bool,
+    precision: str = "fp16",
+    accumulation_steps: int = 1,
+    layout: str = "DDP",
 ) -> Accelerator:
-    """An Accelerator on the CPU; with torch's scaler where it is not to be ours."""
+    """Return an Accelerator on the CPU; without distamp, fp16 has torch's scaler as on a GPU."""
     quiet()
     fresh_accelerate()
-    made = Accelerator(
+    accelerator = Accelerator(
         cpu=True,
         mixed_precision="no" if precision == "fp32" else precision,
-        gradient_accumulation_steps=parts,
-        fsdp_plugin=None if layout == "DDP" else fsdp_plugin(layout),
+        gradient_accumulation_steps=accumulation_steps,
+        fsdp_plugin=None if layout == "DDP" else make_fsdp_plugin(layout),
     )
-    if not ours and precision == "fp16":  # as on an accelerator
-        kind = ShardedGradScaler if layout == "FSDP1" else torch.amp.GradScaler
-        made.scaler, made.native_amp = kind("cpu", init_scale=SCALE), True
-    return made
+    if precision == "fp16" and not with_distamp:
+        # Accelerate makes a scaler on a GPU only.
+        scaler_class = ShardedGradScaler if layout == "FSDP1" else torch.amp.GradScaler
+        accelerator.scaler = scaler_class("cpu", init_scale=SCALE)
+        accelerator.native_amp = True
+    return accelerator
 
 
-def fsdp_plugin(layout: str) -> FullyShardedDataParallelPlugin:
-    """What makes Accelerate shard, on a CPU too."""
+def make_fsdp_plugin(layout: str) -> FullyShardedDataParallelPlugin:
+    """Return the plugin that makes Accelerate shard, on a CPU too."""
     # Accelerate gives FSDP to ranks that have accelerators, and to no others.
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -63,54 +68,83 @@ def fsdp_plugin(layout: str) -> FullyShardedDataParallelPlugin:
     )
 
 
-def flat(net: nn.Module) -> nn.Module:
-    """The model in FSDP1: Accelerate's own wrapping asks for an index that the CPU has not."""
-    half, cpu = torch.float16, torch.device("cpu")
-    precision = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+def _wrap_in_fsdp1(net: nn.Module) -> nn.Module:
+    """Return the model in FSDP1: Accelerate's wrapping needs a device index, which a CPU lacks."""
+    precision = MixedPrecision(
+        param_dtype=torch.float16,
+        reduce_dtype=torch.float16,
+        buffer_dtype=torch.float16,
+    )
     return FullyShardedDataParallel(
-        net, device_id=cpu, mixed_precision=precision, use_orig_params=True
+        net,
+        device_id=torch.device("cpu"),
+        mixed_precision=precision,
+        use_orig_params=True,
     )
 
 
 def train(
-    ours: bool = True,
+    with_distamp: bool = True,
     precision: str = "fp16",
     layout: str = "DDP",
     fault: int | None = FAULT,
     value: float = float("inf"),
     clip: float | None = None,
-    parts: int = 1,
+    accumulation_steps: int = 1,
     comm_hook: str | None = None,
     load: str | None = None,
     save: str | None = None,
     fused: bool = False,
     is_late: bool = False,
     **settings: Any,
-) -> Any:
-    """A loop as Accelerate's documentation writes it; ours may come after ``prepare``."""
-    accelerator = accelerator_with(ours and not is_late, precision, parts, layout)
-    settings = ({"init_scale": SCALE} if precision == "fp16" else {}) | settings
-    run = SimpleNamespace(weights=[], rates=[], skipped=[], norms=[], told=None)
+) -> SimpleNamespace:
+    """Train by a loop from Accelerate's documentation; return the observations of each step.
+
+    Args:
+        with_distamp: Use distamp's scaler; otherwise torch's.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+        layout: ``"DDP"``, ``"FSDP1"``, ``"FSDP2"`` or ``"LoRA on FSDP2"``.
+        fault: The step in which rank 1 alone overflows.
+        value: The gradient of rank 1 in that step.
+        clip: The norm to which gradients are clipped.
+        accumulation_steps: Backward passes for each step.
+        comm_hook: The format of gradients on the wire.
+        load: The folder of a checkpoint to continue from.
+        save: A folder for a checkpoint.
+        fused: Use the fused kernel of AdamW.
+        is_late: Call distamp's ``prepare`` after the method of the Accelerator.
+        settings: Settings of distamp's scaler.
+    """
+    replaces_scaler = with_distamp and not is_late
+    accelerator = make_accelerator(replaces_scaler, precision, accumulation_steps, layout)
+    if precision == "fp16":
+        settings.setdefault("init_scale", SCALE)
     net = adapted(layout, model(), "0", "2")
-    net = flat(net) if layout == "FSDP1" else net
+    if layout == "FSDP1":
+        net = _wrap_in_fsdp1(net)
     optimizer: Any = adamw(net, fused=fused)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
-    if ours and not is_late:
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1))
+    loader = DataLoader(data(), batch_size=2)
+    if with_distamp and not is_late:
         prepare(accelerator, comm_hook=comm_hook, **settings)
-    net, loader, schedule, optimizer = accelerator.prepare(
-        net, DataLoader(data(), batch_size=2), schedule, optimizer
-    )
-    if ours and is_late:
+    net, loader, schedule, optimizer = accelerator.prepare(net, loader, schedule, optimizer)
+    if with_distamp and is_late:
         prepare(accelerator, net, comm_hook=comm_hook, **settings)
     if load is not None:
         accelerator.load_state(load)
-    for _, (inputs, targets) in zip(range(STEPS * parts), loader, strict=False):
+
+    run = SimpleNamespace(weights=[], rates=[], skipped=[], norms=[], logged=None)
+    backward_passes = range(STEPS * accumulation_steps)
+    for _, (inputs, targets) in zip(backward_passes, loader, strict=False):
         with accelerator.accumulate(net):
-            accelerator.backward((net(inputs).float() - targets).square().mean())
+            outputs = net(inputs).float()
+            accelerator.backward((outputs - targets).square().mean())
             if accelerator.sync_gradients:
-                plant_inf(net.parameters(), len(run.rates), fault, value)
-                if clip:
-                    run.norms.append(float(accelerator.clip_grad_norm_(net.parameters(), clip)))
+                step = len(run.rates)
+                plant_inf(net.parameters(), step, fault, value)
+                if clip is not None:
+                    norm = accelerator.clip_grad_norm_(net.parameters(), clip)
+                    run.norms.append(float(norm))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -118,8 +152,10 @@ def train(
             run.weights.append(digest(net))
             run.rates.append(optimizer.param_groups[0]["lr"])
             run.skipped.append(accelerator.optimizer_step_was_skipped)
+
     if save is not None:
         accelerator.save_state(save)
-    state = accelerator.scaler.state_dict() if accelerator.scaler else {}
-    run.scale, run.growth = state.get("scale"), state.get("_growth_tracker")
+    scaler_state = accelerator.scaler.state_dict() if accelerator.scaler else {}
+    run.scale = scaler_state.get("scale")
+    run.growth = scaler_state.get("_growth_tracker")
     return run

@@ -33,7 +33,7 @@ def test_what_a_hook_keeps_follows_the_loss_scale(ranks2, is_late):
 def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, tmp_path, first):
     """torch makes the optimizer's state by a step before it loads: no step to the scaler."""
     options, path = {"layout": "FSDP2"}, str(tmp_path)
-    ranks2.run(train, "accelerate", ours=first, save=path, **options)
+    ranks2.run(train, "accelerate", with_distamp=first, save=path, **options)
     for run in ranks2.run(train, "accelerate", is_late=True, fault=None, load=path, **options):
         assert run.growth == (STEPS - FAULT - 1) + STEPS
 
@@ -44,11 +44,11 @@ def test_a_static_graph_accumulates_as_another_one_does():
     from accelerate.utils import DistributedDataParallelKwargs
 
     from distamp.integrations.accelerate import prepare
-    from tests.trainers.in_accelerate import accelerator_with
+    from tests.trainers.in_accelerate import make_accelerator
 
     weights = []
     for is_static in (True, False):
-        accelerator = accelerator_with(True, "fp32", parts=2)
+        accelerator = make_accelerator(True, "fp32", accumulation_steps=2)
         accelerator.ddp_handler = DistributedDataParallelKwargs(static_graph=is_static)
         prepare(accelerator)
         net = model()
@@ -74,9 +74,9 @@ def test_scalers_that_are_there_are_kept_and_optimizers_can_be_pickled():
     from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
 
     from distamp.integrations.accelerate import prepare
-    from tests.trainers.in_accelerate import accelerator_with
+    from tests.trainers.in_accelerate import make_accelerator
 
-    accelerator = accelerator_with(False)
+    accelerator = make_accelerator(False)
     accelerator.scaler_handler = GradScalerKwargs(growth_interval=7)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
     scaler = prepare(accelerator)
@@ -93,19 +93,19 @@ def test_scalers_that_are_there_are_kept_and_optimizers_can_be_pickled():
 @on_ranks(2)
 def test_what_cannot_be_is_refused():
     from distamp.integrations.accelerate import prepare
-    from tests.trainers.in_accelerate import accelerator_with
+    from tests.trainers.in_accelerate import make_accelerator
 
     with pytest.raises(ValueError, match=r"'bf16'.*init_scale"):
-        prepare(accelerator_with(False, "bf16"), init_scale=2.0)
-    accelerator = accelerator_with(False, "fp32")
+        prepare(make_accelerator(False, "bf16"), init_scale=2.0)
+    accelerator = make_accelerator(False, "fp32")
     accelerator.state._mixed_precision = "fp8"  # Accelerate has none of its backends here
     with pytest.raises(ValueError, match="fp8"):
         prepare(accelerator)
     with pytest.raises(TypeError, match=r"distamp\.DistGradScaler"):
-        prepare(accelerator_with(False), scaler=torch.amp.GradScaler("cpu"))
+        prepare(make_accelerator(False), scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="'fp17'"):
-        prepare(accelerator_with(False), comm_hook="fp17")  # also where one rank has no use for it
-    accelerator = accelerator_with(True)
+        prepare(make_accelerator(False), comm_hook="fp17")  # also where one rank has no use for it
+    accelerator = make_accelerator(True)
     accelerator.prepare(nn.Linear(2, 1))
     with pytest.raises(ValueError, match=r"before accelerator\.prepare"):
         prepare(accelerator)

@@ -1,129 +1,177 @@
-"""Each trainer with distamp beside the same run with torch's scaler, and what it then knows."""
+"""Compare each trainer with distamp with the same trainer with torch's scaler."""
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainers import cells
-from tests.trainers.cells import LAYOUTS, PRECISIONS, TRAINERS
+from tests.trainers.cells import LAYOUTS, PACKAGES, PRECISIONS
 from tests.trainers.common import FAULT, GROUPS, SCALE, STEPS, needs, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-# What a run is made with. A norm over ranks is summed in another order than torch's.
-TO_THE_BIT: dict[str, list[dict[str, Any]]] = {
-    "lightning": [
-        {},
-        {"trainer": BY_VALUE},
-        {"trainer": {"accumulate_grad_batches": 2}},
-        {"trainer": {"accumulate_grad_batches": 2}, "devices": 1, "no_loss_at": 3},
-        {"devices": 1, "no_loss_at": 3},
-    ],
-    "fabric": [{}, {"clip": 0.1}],
-    "accelerate": [
-        {"clip": 0.1, "parts": 2},
-        {"clip": 0.1, "fused": True},
-        *({"layout": each} for each in ("DDP", "FSDP1", "FSDP2")),
-        *({"layout": each, "clip": 0.1} for each in ("DDP", "FSDP1", "FSDP2")),
-    ],
-    "transformers": [
-        {},
-        {"clip": 1.0, "gradient_accumulation_steps": 2},
-        {"clip": 0.1, "optim": "adamw_torch_fused"},
-    ],
+CLIP_BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+ACCUMULATE_2 = {"accumulate_grad_batches": 2}
+
+# Options of runs without an overflow, by trainer and by the name of the case.
+TRAINING: dict[str, dict[str, Any]] = {}
+TRAINING["lightning"] = {
+    "defaults": {},
+    "clip by value": {"trainer": CLIP_BY_VALUE},
+    "accumulation": {"trainer": ACCUMULATE_2},
+    "a batch without a loss": {"devices": 1, "no_loss_at": 3},
+    "accumulation, a batch without a loss": {
+        "trainer": ACCUMULATE_2,
+        "devices": 1,
+        "no_loss_at": 3,
+    },
 }
-SAVED = {
-    "lightning": [{}],
-    "accelerate": [{}, *({"precision": "bf16", "layout": each} for each in ("DDP", "FSDP2"))],
-    "transformers": [{}, {"precision": "bf16"}],
+TRAINING["fabric"] = {
+    "defaults": {},
+    "clip": {"clip": 0.1},
+}
+TRAINING["accelerate"] = {
+    "clip, accumulation": {"clip": 0.1, "accumulation_steps": 2},
+    "clip, fused optimizer": {"clip": 0.1, "fused": True},
+}
+for _layout in ("DDP", "FSDP1", "FSDP2"):
+    TRAINING["accelerate"][_layout] = {"layout": _layout}
+    TRAINING["accelerate"][f"clip, {_layout}"] = {"layout": _layout, "clip": 0.1}
+TRAINING["transformers"] = {
+    "defaults": {},
+    "clip, accumulation": {"clip": 1.0, "gradient_accumulation_steps": 2},
+    "clip, fused optimizer": {"clip": 0.1, "optim": "adamw_torch_fused"},
+}
+
+# Options of runs that save or load a checkpoint.
+CHECKPOINTS: dict[str, dict[str, Any]] = {}
+CHECKPOINTS["lightning"] = {"fp16": {}}
+CHECKPOINTS["accelerate"] = {
+    "fp16": {},
+    "bf16": {"precision": "bf16"},
+    "bf16, FSDP2": {"precision": "bf16", "layout": "FSDP2"},
+}
+CHECKPOINTS["transformers"] = {
+    "fp16": {},
+    "bf16": {"precision": "bf16"},
 }
 
 
-def each_of(table: dict[str, list[dict[str, Any]]]) -> Any:
-    return pytest.mark.parametrize(
-        ("name", "options"),
-        [
-            pytest.param(name, options, marks=pytest.mark.xdist_group(GROUPS[name]))
-            for name, cases in table.items()
-            for options in cases
-        ],
-    )
+def in_group_of(trainer: str) -> pytest.MarkDecorator:
+    """Return the mark of tests that import the same trainer."""
+    return pytest.mark.xdist_group(GROUPS[trainer])
 
 
-@each_of(TO_THE_BIT)
-def test_without_an_overflow_the_run_is_the_trainers_own_to_the_bit(ranks2, name, options):
-    needs(name)
-    ours, theirs = (
-        ranks2.run(train, name, ours=each, fault=None, **options) for each in (True, False)
-    )
-    rel = 1e-6 if "clip" in options else 0
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.rates == other.rates
-        assert mine.weights == pytest.approx(other.weights, rel=rel, abs=0)
-        assert len(set(mine.weights)) > 1
+def trainer_params() -> list[Any]:
+    """Return the trainers for which distamp installs communication hooks."""
+    trainers = ("lightning", "accelerate", "transformers")
+    return [pytest.param(trainer, marks=in_group_of(trainer)) for trainer in trainers]
 
 
-@each_of({name: [{}] for name in SAVED})
-def test_ranks_skip_together_under_a_hook_too_and_rates_and_logs_know_it(ranks2, name, options):
-    needs(name)
-    hooked, other = ranks2.run(train, name, comm_hook="fp16")
-    plain, _ = ranks2.run(train, name)
-    assert hooked.weights == other.weights
-    assert (hooked.scale, len(set(hooked.rates))) == (SCALE / 2, STEPS - 1)
-    assert hooked.skipped == [step == FAULT for step in range(STEPS)]
-    assert hooked.told in (None, [SCALE / 2, 1])  # Accelerate has no log
-    assert hooked.weights != plain.weights, "rounded on the way"
-    assert hooked.weights == pytest.approx(plain.weights, rel=1e-3)
+def case_params(table: dict[str, dict[str, Any]]) -> list[Any]:
+    """Return the parameters ``trainer`` and ``options`` for each case of a table."""
+    params = []
+    for trainer, cases in table.items():
+        for case, options in cases.items():
+            name = f"{trainer}-{case}"
+            mark = in_group_of(trainer)
+            params.append(pytest.param(trainer, options, id=name, marks=mark))
+    return params
 
 
-@pytest.mark.parametrize("first", [True, False])
-@each_of(SAVED)
-def test_a_checkpoint_of_either_goes_on_in_the_other(ranks2, tmp_path, name, options, first):
-    needs(name)
-    saving, loading = ({each: str(tmp_path), **options} for each in ("save", "load"))
-    saved, _ = ranks2.run(train, name, ours=first, fault=None, **saving)
-    one, other = (
-        ranks2.run(train, name, ours=each, fault=None, **loading)[0] for each in (True, False)
-    )
-    assert one.weights == other.weights
-    assert one.weights[0] != saved.weights[0]
-    assert options or one.growth == other.growth > STEPS / 2
+@pytest.mark.parametrize(("trainer", "options"), case_params(TRAINING))
+def test_without_an_overflow_distamp_trains_as_torchs_scaler_does(ranks2, trainer, options):
+    needs(trainer)
+    distamp_runs = ranks2.run(train, trainer, with_distamp=True, fault=None, **options)
+    torch_runs = ranks2.run(train, trainer, with_distamp=False, fault=None, **options)
+    # distamp sums a norm over ranks in another order than torch.
+    tolerance = 1e-6 if "clip" in options else 0.0
+    for distamp_run, torch_run in zip(distamp_runs, torch_runs, strict=True):
+        assert distamp_run.rates == torch_run.rates
+        assert distamp_run.weights == pytest.approx(torch_run.weights, rel=tolerance, abs=0)
+        assert len(set(distamp_run.weights)) > 1, "the run trains"
+
+
+@pytest.mark.parametrize("trainer", trainer_params())
+def test_with_a_hook_ranks_skip_together_and_rates_and_logs_have_the_skip(ranks2, trainer):
+    needs(trainer)
+    run_0, run_1 = ranks2.run(train, trainer, comm_hook="fp16")
+    assert run_0.weights == run_1.weights
+    assert run_0.scale == SCALE / 2
+    assert len(set(run_0.rates)) == STEPS - 1, "the schedule waits in the skipped step"
+    assert run_0.skipped == [step == FAULT for step in range(STEPS)]
+    if trainer != "accelerate":  # Accelerate has no log.
+        assert run_0.logged == [SCALE / 2, 1]
+
+
+@pytest.mark.parametrize("trainer", trainer_params())
+def test_a_hook_rounds_the_gradients_that_it_sends(ranks2, trainer):
+    needs(trainer)
+    run_with_hook, _ = ranks2.run(train, trainer, comm_hook="fp16")
+    run_without_hook, _ = ranks2.run(train, trainer)
+    assert run_with_hook.weights != run_without_hook.weights
+    assert run_with_hook.weights == pytest.approx(run_without_hook.weights, rel=1e-3)
+
+
+@pytest.mark.parametrize("saved_with", ["distamp", "torch"])
+@pytest.mark.parametrize(("trainer", "options"), case_params(CHECKPOINTS))
+def test_a_checkpoint_continues_equally_with_distamp_and_with_torchs_scaler(
+    ranks2, tmp_path: Path, trainer, options, saved_with
+):
+    needs(trainer)
+    folder = str(tmp_path)
+
+    def run_on_rank_0(with_distamp: bool, **paths: str) -> Any:
+        runs = ranks2.run(train, trainer, with_distamp=with_distamp, fault=None, **paths, **options)
+        return runs[0]
+
+    saved_run = run_on_rank_0(saved_with == "distamp", save=folder)
+    distamp_run = run_on_rank_0(True, load=folder)
+    torch_run = run_on_rank_0(False, load=folder)
+    assert distamp_run.weights == torch_run.weights
+    assert distamp_run.weights[0] != saved_run.weights[0], "the run continues from the checkpoint"
+    is_fp16 = not options
+    if is_fp16:
+        assert distamp_run.growth == torch_run.growth
+        assert distamp_run.growth > STEPS / 2, "the scale's growth continues its count"
 
 
 # -- a NaN on one of two ranks; `cells` has the whole table ----------------------------------------
 
-# Every trainer, layout and precision; `make test-all` runs them all.
-QUICK = {
-    ("Lightning", "bf16", "FSDP2"),
-    ("Lightning", "fp32", "DDP"),
-    ("Fabric", "bf16", "LoRA on FSDP2"),
-    ("Accelerate", "bf16", "FSDP2"),
-    ("Accelerate", "fp16", "FSDP2"),
-    ("Accelerate", "fp32", "LoRA on FSDP2"),
-    ("Trainer", "bf16", "DDP"),
-    ("Trainer", "bf16", "LoRA on FSDP2"),
-    ("TRL", "bf16", "FSDP2"),
+# `make test-all` runs all cells.
+QUICK_CELLS = {
+    "Lightning-bf16-FSDP2",
+    "Lightning-fp32-DDP",
+    "Fabric-bf16-LoRA on FSDP2",
+    "Accelerate-bf16-FSDP2",
+    "Accelerate-fp16-FSDP2",
+    "Accelerate-fp32-LoRA on FSDP2",
+    "Trainer-bf16-DDP",
+    "Trainer-bf16-LoRA on FSDP2",
+    "TRL-bf16-FSDP2",
 }
 
 
-@pytest.mark.parametrize(
-    ("trainer", "precision", "layout"),
-    [
-        pytest.param(
-            *(trainer, precision, layout),
-            marks=[
-                pytest.mark.xdist_group(GROUPS[TRAINERS[trainer]]),
-                *([] if (trainer, precision, layout) in QUICK else [pytest.mark.slow]),
-            ],
-        )
-        for trainer in TRAINERS
-        for precision in PRECISIONS
-        for layout in LAYOUTS
-    ],
-)
+def cell_params() -> list[Any]:
+    """Return a trainer, a precision and a layout for each cell."""
+    params = []
+    for trainer, precision, layout in itertools.product(PACKAGES, PRECISIONS, LAYOUTS):
+        cell = f"{trainer}-{precision}-{layout}"
+        marks = [in_group_of(PACKAGES[trainer])]
+        if cell not in QUICK_CELLS:
+            marks.append(pytest.mark.slow)
+        params.append(pytest.param(trainer, precision, layout, id=cell, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("trainer", "precision", "layout"), cell_params())
 def test_a_nan_on_one_rank_is_skipped_on_both_and_the_trainer_knows(
     ranks2, trainer, precision, layout
 ):
-    needs(TRAINERS[trainer], *(["peft"] if "LoRA" in layout else []))
-    assert cells.faults_of(ranks2.run(cells.run, trainer, precision, layout)) == []
+    needs(PACKAGES[trainer])
+    if layout.startswith("LoRA"):
+        needs("peft")
+    runs = ranks2.run(cells.run, trainer, precision, layout)
+    assert cells.find_faults(runs) == []

@@ -1,4 +1,4 @@
-"""The code of docs/frameworks.md, and Ray's example, run as they stand on two ranks."""
+"""Run the code of docs/frameworks.md, and Ray's example, unchanged on two ranks."""
 
 import contextlib
 import importlib.util
@@ -10,13 +10,14 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -25,172 +26,283 @@ from tests.docs_code import as_torchrun_starts_it, blocks_of
 from tests.trainers import common, titan
 from tests.trainers.common import FAULT, GROUPS, data, digest, faulty, needs, quiet, rank
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "frameworks.md"
 STEPS = 6
+BATCH_SIZE = 2
+# Both ranks together.
+SAMPLES = 2 * BATCH_SIZE * STEPS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+Namespace = dict[str, Any]
+
 
 def snippets() -> dict[str, str]:
-    """Name and code of each piece of code on the page."""
-    return {b.how.removeprefix("run: "): b.code for b in blocks_of(PAGE) if b.language == "python"}
+    """Return the code of each snippet of the page, by the name that its comment gives it."""
+    code_by_name = {}
+    for block in blocks_of(PAGE):
+        if block.language == "python":
+            name = block.how.removeprefix("run: ")
+            code_by_name[name] = block.code
+    return code_by_name
 
 
-# -- what the code is given -----------------------------------------------------------------------
+# -- the names that the snippets use ---------------------------------------------------------------
 
 
-def small(samples: int) -> TensorDataset:
-    """Data whose gradients float16 holds at the first loss scale of 2^16."""
-    return TensorDataset(*(each * 0.01 for each in data(samples).tensors))
+def make_small_data(samples: int) -> TensorDataset:
+    """Return data whose gradients float16 holds at the first loss scale of 2^16."""
+    inputs, targets = data(samples).tensors
+    return TensorDataset(inputs * 0.01, targets * 0.01)
 
 
-def plain(wrap: bool = True) -> dict[str, Any]:
-    """A model, an optimizer and batches, as a loop of one's own has them."""
+def make_batches() -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of this rank, which has every second sample."""
+    inputs, targets = make_small_data(SAMPLES).tensors
+    rank_inputs = inputs[rank() :: 2].split(BATCH_SIZE)
+    rank_targets = targets[rank() :: 2].split(BATCH_SIZE)
+    return list(zip(rank_inputs, rank_targets, strict=True))
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.float() - targets).square().mean()
+
+
+def define_loop() -> Namespace:
+    """Define a model in DDP, an optimizer and batches, as a training loop has them."""
     net = faulty(common.model())
-    model: nn.Module = DistributedDataParallel(net) if wrap else net
+    return define_loop_of(DistributedDataParallel(net))
+
+
+def define_loop_without_ddp() -> Namespace:
+    """Define the names of a loop whose trainer wraps the model."""
+    return define_loop_of(faulty(common.model()))
+
+
+def define_loop_of(model: nn.Module) -> Namespace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
-    mine = slice(rank(), 2 * 2 * STEPS, 2)
-    inputs, targets = (each[mine].split(2) for each in small(2 * 2 * STEPS).tensors)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1))
     return {
         "torch": torch,
         "model": model,
         "optimizer": optimizer,
         "schedule": schedule,
-        "batches": list(zip(inputs, targets, strict=True)),
-        "loss_fn": lambda outputs, targets: (outputs.float() - targets).square().mean(),
+        "batches": make_batches(),
+        "loss_fn": squared_error,
     }
 
 
-def given_accelerate() -> dict[str, Any]:
+def define_for_accelerate() -> Namespace:
     common.fresh_accelerate()
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    return plain(wrap=False)
+    return define_loop_without_ddp()
 
 
-def given_lightning() -> dict[str, Any]:
+def define_for_lightning() -> Namespace:
     from tests.trainers.in_lightning import Net
 
-    loader = torch.utils.data.DataLoader(small(2 * 2 * STEPS), batch_size=2)
+    loader = torch.utils.data.DataLoader(make_small_data(SAMPLES), batch_size=BATCH_SIZE)
     return {"module": Net({}), "batches": loader}
 
 
-def given_transformers() -> dict[str, Any]:
-    from tests.trainers import in_transformers as hugging_face
+def define_for_transformers() -> Namespace:
+    from tests.trainers import in_transformers
 
-    given = given_accelerate()
-    given["model"] = faulty(hugging_face.net())
-    given["tokenizer"] = hugging_face.tokenizer()
-    given["rows"] = [
-        {"input_ids": ids, "labels": ids}
-        for ids in hugging_face.tokenizer()(hugging_face.texts(96))["input_ids"]
-    ]
+    namespace = define_for_accelerate()
+    namespace["model"] = faulty(in_transformers.make_model())
+    namespace["tokenizer"] = in_transformers.make_tokenizer()
+    namespace["rows"] = in_transformers.make_rows(96)
     if importlib.util.find_spec("datasets"):
         from datasets import Dataset
 
-        given["texts"] = Dataset.from_dict({"text": hugging_face.texts(96)})
-    return given
+        namespace["texts"] = Dataset.from_dict({"text": in_transformers.make_texts(96)})
+    return namespace
 
 
-def given_mmengine() -> dict[str, Any]:
+def define_for_mmengine() -> Namespace:
     from mmengine.optim import AmpOptimWrapper
     from mmengine.optim.optimizer import amp_optimizer_wrapper
 
-    given = plain()
-    amp_optimizer_wrapper.is_cuda_available = lambda: True  # else it refuses to be made
-    given["wrapper"] = AmpOptimWrapper(
-        optimizer=given["optimizer"], clip_grad={"max_norm": 1.0}, dtype="bfloat16"
+    # The wrapper raises on a machine without a GPU.
+    amp_optimizer_wrapper.is_cuda_available = lambda: True
+    namespace = define_loop()
+    namespace["wrapper"] = AmpOptimWrapper(
+        optimizer=namespace["optimizer"],
+        clip_grad={"max_norm": 1.0},
+        dtype="bfloat16",
     )
-    return given
+    return namespace
 
 
-def given_torchtitan() -> dict[str, Any]:
+def define_for_torchtitan() -> Namespace:
     titan.on_cpu()
     return {"debug_model": titan.config_for("runs", FAULT + 2)}
 
 
-# For each piece of code its package, what it is given, and where its scaler is in the end.
-GIVEN: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
-    "lightning": ("lightning", given_lightning, "trainer.precision_plugin.scaler"),
-    "fabric": ("lightning", lambda: plain(wrap=False), "plugin.scaler"),
-    "accelerate": ("accelerate", given_accelerate, "accelerator.scaler"),
-    "transformers": ("transformers", given_transformers, "trainer.accelerator.scaler"),
-    "trl": ("trl", given_transformers, "trainer.accelerator.scaler"),
-    "install": ("timm", plain, "loss_scaler._scaler"),
-    "mmengine": ("mmengine", given_mmengine, "wrapper.loss_scaler"),
-    "torchtitan": ("torchtitan", given_torchtitan, "trainer.scaler"),
+@dataclass(frozen=True)
+class Snippet:
+    """How to run one snippet of the page.
+
+    Attributes:
+        package: The package that it needs.
+        define_names: Returns the names that the snippet reads.
+        scaler: The expression for its scaler after the run.
+    """
+
+    package: str
+    define_names: Callable[[], Namespace]
+    scaler: str
+
+
+SNIPPETS = {
+    "lightning": Snippet("lightning", define_for_lightning, "trainer.precision_plugin.scaler"),
+    "fabric": Snippet("lightning", define_loop_without_ddp, "plugin.scaler"),
+    "accelerate": Snippet("accelerate", define_for_accelerate, "accelerator.scaler"),
+    "transformers": Snippet("transformers", define_for_transformers, "trainer.accelerator.scaler"),
+    "trl": Snippet("trl", define_for_transformers, "trainer.accelerator.scaler"),
+    "install": Snippet("timm", define_loop, "loss_scaler._scaler"),
+    "mmengine": Snippet("mmengine", define_for_mmengine, "wrapper.loss_scaler"),
+    "torchtitan": Snippet("torchtitan", define_for_torchtitan, "trainer.scaler"),
 }
-# -- running it -----------------------------------------------------------------------------------
 
 
-# What the page says is to be changed for a guard in bf16.
-IN_BF16 = [
-    ("from distamp import GradScaler", "from distamp import StepGuard"),
-    ('GradScaler("cpu")', "StepGuard()"),
-    ('"float16"', '"bfloat16"'),
-]
+# -- running a snippet -----------------------------------------------------------------------------
+
+# The page's instruction for bf16 replaces the scaler by a guard.
+REPLACEMENTS_FOR_BF16 = {
+    "from distamp import GradScaler": "from distamp import StepGuard",
+    'GradScaler("cpu")': "StepGuard()",
+    '"float16"': '"bfloat16"',
+}
 
 
-def run(name: str, in_bf16: bool = False) -> tuple[float, float, str]:
-    """Weights, last loss scale over the first, and the scaler's class, after one piece of code."""
+@dataclass(frozen=True)
+class Outcome:
+    """The state of one rank after a snippet.
+
+    Attributes:
+        weights: One number for all weights.
+        scale_ratio: The last loss scale divided by the first.
+        scaler_module: The module of the scaler's class.
+    """
+
+    weights: float
+    scale_ratio: float
+    scaler_module: str
+
+
+def run(name: str) -> Outcome:
+    """Run a snippet on this rank."""
+    return run_code(name, code_for_cpu(name))
+
+
+def run_in_bf16(name: str) -> Outcome:
+    """Run a snippet on this rank with the changes that the page describes for bf16."""
+    code = code_for_cpu(name)
+    for fp16_code, bf16_code in REPLACEMENTS_FOR_BF16.items():
+        assert fp16_code in code
+        code = code.replace(fp16_code, bf16_code)
+    return run_code(name, code)
+
+
+def code_for_cpu(name: str) -> str:
+    code = snippets()[name]
+    return code.replace('"cuda"', '"cpu"').replace('"gpu"', '"cpu"')
+
+
+def run_code(name: str, code: str) -> Outcome:
     quiet()
-    text = snippets()[name].replace('"cuda"', '"cpu"').replace('"gpu"', '"cpu"')
-    for old, new in IN_BF16 if in_bf16 else []:
-        assert old in text
-        text = text.replace(old, new)
-    _, given, place = GIVEN[name]
-    namespace = given()
+    snippet = SNIPPETS[name]
+    namespace = snippet.define_names()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
-            exec(compile(text, str(PAGE), "exec"), namespace)
+            exec(compile(code, str(PAGE), "exec"), namespace)
         finally:
             distamp.unpatch_torch()
-    scaler = operator.attrgetter(place)(types.SimpleNamespace(**namespace))
-    net = namespace.get("model", namespace.get("module"))
-    if net is None:
-        (net,) = namespace["trainer"].model_parts
-    first = getattr(scaler, "_init_scale", 1.0)
-    return digest(net), scaler.get_scale() / first, type(scaler).__module__
-
-
-def test_every_piece_of_code_is_run():
-    assert set(snippets()) == set(GIVEN)
-
-
-@pytest.mark.timeout(600)  # minutes go by on a busy machine while a package is imported
-@pytest.mark.parametrize(
-    ("name", "in_bf16"),
-    [
-        pytest.param(*case, marks=pytest.mark.xdist_group(GROUPS.get(case[0], "beside")))
-        for case in (*((name, False) for name in GIVEN), ("torchtitan", True))
-    ],
-)
-def test_the_code_runs_and_keeps_ranks_together(ranks2, new_ranks, name, in_bf16):
-    needs(GIVEN[name][0])
-    if name == "torchtitan":  # makes its own process group
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        own = (as_torchrun_starts_it, store.port, run, name, in_bf16)
-        one, other = new_ranks(2, timeout=550).run(*own, group="none")
-    else:
-        one, other = ranks2.run(run, name)
-    assert one == other
-    weights, scale, module = one
-    assert math.isfinite(weights)
-    assert in_bf16 or scale == 0.5, "the overflow of one rank halves the scale of both, once"
-    assert module.startswith("distamp.guard" if in_bf16 else "distamp.")
-
-
-@pytest.mark.xdist_group("beside")
-@pytest.mark.timeout(600)  # starting Ray and its workers takes tens of seconds
-def test_two_workers_go_on_from_a_checkpoint_to_the_same_weights():
-    needs("ray")
-    command = [sys.executable, str(PAGE.parents[1] / "examples" / "ray_train.py")]
-    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
-        command, env=environment, cwd=PAGE.parents[1], capture_output=True, text=True, timeout=550
+    variables = types.SimpleNamespace(**namespace)
+    scaler = operator.attrgetter(snippet.scaler)(variables)
+    init_scale = getattr(scaler, "_init_scale", 1.0)  # A guard has no scale.
+    return Outcome(
+        weights=digest(find_model(namespace)),
+        scale_ratio=scaler.get_scale() / init_scale,
+        scaler_module=type(scaler).__module__,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    uninterrupted, resumed, saved = done.stdout.strip().splitlines()[-3:]
+
+
+def find_model(namespace: Namespace) -> nn.Module:
+    """Return the model that a snippet trained."""
+    model: nn.Module | None = namespace.get("model", namespace.get("module"))
+    if model is None:
+        (model,) = namespace["trainer"].model_parts
+    return model
+
+
+def run_as_torchrun(new_ranks: Any, run_function: Callable[[str], Outcome], name: str) -> Any:
+    """Run a snippet that makes the process group; return the outcomes of both ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pool = new_ranks(2, timeout=550)
+    return pool.run(as_torchrun_starts_it, store.port, run_function, name, group="none")
+
+
+def test_every_snippet_is_run():
+    assert set(snippets()) == set(SNIPPETS)
+
+
+def snippet_params() -> list[Any]:
+    """Return the names of all snippets, each with the worker that imports its package."""
+    params = []
+    for name in SNIPPETS:
+        worker = GROUPS.get(name, "other_trainers")
+        params.append(pytest.param(name, marks=pytest.mark.xdist_group(worker)))
+    return params
+
+
+@pytest.mark.timeout(600)  # An import of a package takes minutes on a busy machine.
+@pytest.mark.parametrize("name", snippet_params())
+def test_an_overflow_of_one_rank_halves_the_scale_of_both_and_they_stay_equal(
+    ranks2, new_ranks, name
+):
+    needs(SNIPPETS[name].package)
+    if name == "torchtitan":
+        rank_0, rank_1 = run_as_torchrun(new_ranks, run, name)
+    else:
+        rank_0, rank_1 = ranks2.run(run, name)
+    assert rank_0 == rank_1
+    assert math.isfinite(rank_0.weights)
+    assert rank_0.scale_ratio == 0.5, "the ranks skipped exactly once"
+    assert rank_0.scaler_module.startswith("distamp.")
+
+
+@pytest.mark.timeout(600)  # An import of a package takes minutes on a busy machine.
+@pytest.mark.xdist_group("other_trainers")
+def test_in_bf16_torchtitan_skips_an_overflow_of_one_rank_on_both_by_a_guard(new_ranks):
+    needs("torchtitan")
+    rank_0, rank_1 = run_as_torchrun(new_ranks, run_in_bf16, "torchtitan")
+    assert rank_0 == rank_1
+    assert math.isfinite(rank_0.weights)
+    assert rank_0.scaler_module.startswith("distamp.guard")
+
+
+# -- Ray -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xdist_group("other_trainers")
+@pytest.mark.timeout(600)  # Ray and its workers take tens of seconds to start.
+def test_two_workers_of_ray_continue_from_a_checkpoint_to_the_same_weights():
+    needs("ray")
+    command = [sys.executable, str(ROOT / "examples" / "ray_train.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    process = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    uninterrupted, resumed, checkpoint = process.stdout.strip().splitlines()[-3:]
     assert uninterrupted.removeprefix("uninterrupted: ") == resumed.removeprefix("resumed: ")
     assert "scale 512" in uninterrupted, "one worker overflowed once, and both skipped"
-    assert "fp16 saved" in saved
+    assert "fp16 saved" in checkpoint

@@ -1,6 +1,7 @@
-"""Lightning's Trainer and Fabric with distamp's plugins and callbacks: what is their own."""
+"""Facts of Lightning's Trainer and of Fabric that other trainers do not have."""
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,121 +21,213 @@ needs("lightning")
 
 
 def test_a_schedule_by_epoch_moves_where_the_last_step_was_skipped(ranks2):
-    options = {"fault": STEPS - 1, "interval": "epoch", "trainer": {"max_epochs": 2}}
-    for run in ranks2.run(train, "lightning", **options):
+    last_step = STEPS - 1
+    two_epochs = {"max_epochs": 2}
+    runs = ranks2.run(train, "lightning", fault=last_step, interval="epoch", trainer=two_epochs)
+    rates_of_epoch_0 = [0.01] * (STEPS - 1)
+    rates_of_epoch_1 = [0.01 / 2] * STEPS
+    rate_after_epoch_1 = [0.01 / 3]
+    for run in runs:
         assert run.scale == SCALE / 2
-        assert run.rates == pytest.approx([0.01] * 5 + [0.005] * 6 + [0.01 / 3])
+        assert run.rates == pytest.approx(rates_of_epoch_0 + rates_of_epoch_1 + rate_after_epoch_1)
 
 
 def test_max_steps_are_steps_that_were_taken(ranks2):
-    for run in ranks2.run(train, "lightning", trainer={"max_steps": 3}):
-        assert len(run.weights) == 4
+    """Three taken steps need four batches, because one of the four is skipped."""
+    runs = ranks2.run(train, "lightning", trainer={"max_steps": 3})
+    for run in runs:
+        batches = len(run.weights)
+        assert batches == 4
+
+
+def assert_both_ranks_train_as_the_unsharded_model(
+    runs: list[SimpleNamespace], unsharded_run: SimpleNamespace, tolerance: float
+) -> None:
+    """Assert that the ranks agree, and skipped and trained as a run of the model without shards."""
+    run_0, run_1 = runs
+    assert run_0.weights == run_1.weights
+    assert run_0.scale == SCALE / 2
+    assert run_0.skipped == unsharded_run.skipped
+    assert run_0.weights == pytest.approx(unsharded_run.weights, rel=tolerance)
+
+
+def test_under_lightning_and_fsdp1_clipping_is_that_of_the_unsharded_model(ranks2):
+    runs = ranks2.run(train, "lightning", clip=0.1, module="FSDP1Net")
+    unsharded_run, _ = ranks2.run(train, "lightning", clip=0.1)
+    # FSDP1 under the Trainer reduces gradients in float16.
+    assert_both_ranks_train_as_the_unsharded_model(runs, unsharded_run, tolerance=1e-3)
+
+
+def test_under_lightning_a_fused_optimizer_trains_as_the_unfused_one(ranks2):
+    runs = ranks2.run(train, "lightning", clip=0.1, settings={"fused": True})
+    unfused_run, _ = ranks2.run(train, "lightning", clip=0.1)
+    assert_both_ranks_train_as_the_unsharded_model(runs, unfused_run, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "clipping",
     [
-        ("lightning", {"clip": 0.1, "module": "Flat"}),
-        ("lightning", {"clip": 0.1, "settings": {"fused": True}}),
-        ("fabric", {"clip": 0.1, "fused": True}),
-        ("fabric", {"clip_val": 0.01, "fused": True}),
-        ("fabric", {"clip": 0.1, "layout": "FSDP1"}),
-        ("fabric", {"fused": True, "layout": "FSDP1"}),
+        pytest.param({"clip": 0.1}, id="norm"),
+        pytest.param({"clip_val": 0.01}, id="value"),
     ],
 )
-def test_shards_and_fused_optimizers_train_as_the_whole_model(ranks2, name, options):
-    plain = {key: value for key, value in options.items() if key.startswith("clip")}
-    one, other = ranks2.run(train, name, **options)
-    whole, _ = ranks2.run(train, name, **plain)
-    assert one.weights == other.weights
-    assert (one.scale, one.skipped) == (SCALE / 2, whole.skipped)
-    assert vars(one).get("dtypes") == vars(whole).get("dtypes")
-    # Under the Trainer and FSDP1 gradients of float16 are reduced.
-    is_sharded = {"module", "layout"} & options.keys()
-    assert one.weights == pytest.approx(whole.weights, rel=1e-3 if is_sharded else 1e-5)
+def test_under_fabric_a_fused_optimizer_trains_as_the_unfused_one(ranks2, clipping):
+    runs = ranks2.run(train, "fabric", fused=True, **clipping)
+    unfused_run, _ = ranks2.run(train, "fabric", **clipping)
+    assert_both_ranks_train_as_the_unsharded_model(runs, unfused_run, tolerance=1e-5)
+    assert runs[0].dtypes == unfused_run.dtypes
 
 
-@pytest.mark.parametrize("by", ["norm", "value"])
+@pytest.mark.parametrize(
+    ("clipping", "is_fused"),
+    [
+        pytest.param({"clip": 0.1}, False, id="clip"),
+        pytest.param({}, True, id="fused"),
+    ],
+)
+def test_under_fabric_and_fsdp1_training_is_that_of_the_unsharded_model(ranks2, clipping, is_fused):
+    runs = ranks2.run(train, "fabric", layout="FSDP1", fused=is_fused, **clipping)
+    unsharded_run, _ = ranks2.run(train, "fabric", **clipping)
+    # FSDP1 reduces gradients in float16.
+    assert_both_ranks_train_as_the_unsharded_model(runs, unsharded_run, tolerance=1e-3)
+    assert runs[0].dtypes == unsharded_run.dtypes, "the layers compute in the same dtype"
+
+
+@pytest.mark.parametrize("clip_algorithm", ["norm", "value"])
 @on_ranks(2)
-def test_clipping_by_hand_clips_unscaled_gradients(by: str):
-    options = {"module": "Manual", "fault": None, "devices": 1}
-    scaled, unscaled = (
-        train("lightning", **options, by=by, init_scale=scale) for scale in (SCALE, 1.0)
-    )
-    assert scaled.weights == pytest.approx(unscaled.weights, rel=1e-6)
-    assert scaled.weights != train("lightning", **options).weights
+def test_manual_clipping_clips_unscaled_gradients(clip_algorithm: str):
+    def train_manually(**options: Any) -> list[float]:
+        run = train("lightning", module="ManualNet", fault=None, devices=1, **options)
+        weights: list[float] = run.weights
+        return weights
+
+    weights_at_scale = train_manually(clip_algorithm=clip_algorithm, init_scale=SCALE)
+    weights_without_scale = train_manually(clip_algorithm=clip_algorithm, init_scale=1.0)
+    weights_without_clipping = train_manually()
+    assert weights_at_scale == pytest.approx(weights_without_scale, rel=1e-6)
+    assert weights_at_scale != weights_without_clipping, "clipping has an effect"
 
 
 @on_ranks(2)
-def test_under_fabric_a_second_clip_before_the_step_finds_them_clipped():
-    once, twice = (train("fabric", devices=1, clip_val=0.01, clips=n) for n in (1, 2))
-    assert once.weights == twice.weights
+def test_under_fabric_a_second_clip_before_the_step_changes_nothing():
+    run_with_one_clip = train("fabric", devices=1, clip_val=0.01, clips=1)
+    run_with_two_clips = train("fabric", devices=1, clip_val=0.01, clips=2)
+    assert run_with_one_clip.weights == run_with_two_clips.weights
 
 
-# -- what is kept, and refused --------------------------------------------------------------------
+# -- the module and its copies ---------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_the_module_can_be_copied_while_it_trains_and_is_as_it_was_after_an_error():
-    from tests.trainers.in_lightning import Watch
+def test_a_copy_of_the_module_owns_its_hook_and_an_error_restores_the_module():
+    from tests.trainers.in_lightning import CopyModule
 
-    watch = Watch()
+    callback = CopyModule()
+    # The message of the error lists the attributes of the module during fit().
     with pytest.raises(ZeroDivisionError, match="lr_scheduler_step"):
-        train("lightning", devices=1, raises_at=2, callbacks=(watch,))
-    assert watch.own == [True, True]
-    assert "lr_scheduler_step" not in vars(watch.module)
+        train("lightning", devices=1, raises_at=2, callbacks=(callback,))
+    assert callback.hooks_are_bound_to_copy == [True, True]
+    assert "lr_scheduler_step" not in vars(callback.module)
+
+
+# -- arguments and refusals ------------------------------------------------------------------------
+
+
+def import_integration(package: str) -> Any:
+    quiet()
+    return importlib.import_module(f"distamp.integrations.{package}")
 
 
 @pytest.mark.parametrize("package", ["lightning", "fabric"])
 @on_ranks(2)
-def test_what_plugins_take_and_refuse(package: str):
-    quiet()
-    ours = importlib.import_module(f"distamp.integrations.{package}")
+def test_a_plugin_for_fp16_has_a_scaler_of_distamp(package: str):
+    integration = import_integration(package)
     scaler = DistGradScaler("cpu")
-    assert ours.FSDPPrecision("16-mixed", scaler).scaler is scaler
-    assert isinstance(ours.FSDPPrecision("16-mixed").scaler, DistGradScaler)
-    for kind, given in (
-        (ours.Precision, []),
-        (ours.HalfPrecision, ["bf16-true"]),
-        (ours.MixedPrecision, ["bf16-mixed", "cpu"]),
-        (ours.FSDPPrecision, ["32-true"]),
-    ):
-        assert isinstance(kind(*given, max_consecutive_skips=3).scaler, StepGuard)
-        with pytest.raises(ValueError, match="does not scale losses"):
-            kind(*given, init_scale=2.0)
+    assert integration.FSDPPrecision("16-mixed", scaler).scaler is scaler
+    assert isinstance(integration.FSDPPrecision("16-mixed").scaler, DistGradScaler)
+
+
+@pytest.mark.parametrize("package", ["lightning", "fabric"])
+@on_ranks(2)
+def test_a_plugin_refuses_a_scaler_of_torch(package: str):
+    integration = import_integration(package)
     with pytest.raises(TypeError, match=r"distamp\.DistGradScaler"):
-        ours.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+        integration.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+PLUGINS_WITHOUT_A_LOSS_SCALE = {
+    "Precision": (),
+    "HalfPrecision": ("bf16-true",),
+    "MixedPrecision": ("bf16-mixed", "cpu"),
+    "FSDPPrecision": ("32-true",),
+}
+
+
+@pytest.mark.parametrize("package", ["lightning", "fabric"])
+@pytest.mark.parametrize("plugin_name", PLUGINS_WITHOUT_A_LOSS_SCALE)
+@on_ranks(2)
+def test_a_plugin_without_a_loss_scale_has_a_guard_and_refuses_settings_of_a_scale(
+    package: str, plugin_name: str
+):
+    plugin_class = getattr(import_integration(package), plugin_name)
+    arguments = PLUGINS_WITHOUT_A_LOSS_SCALE[plugin_name]
+    plugin = plugin_class(*arguments, max_consecutive_skips=3)
+    assert isinstance(plugin.scaler, StepGuard)
+    with pytest.raises(ValueError, match="does not scale losses"):
+        plugin_class(*arguments, init_scale=2.0)
 
 
 @on_ranks(2)
-def test_what_lightning_keeps_and_what_it_cannot_be():
-    from distamp.integrations.lightning import CommHook, MixedPrecision, SkippedSteps
-    from tests.trainers.in_lightning import Theirs
-
+def test_a_hook_of_an_unknown_format_is_refused_even_if_one_device_does_not_need_a_hook():
+    integration = import_integration("lightning")
     with pytest.raises(ValueError, match="'fp17'"):
-        CommHook("fp17")  # also where one device has no use for it
-    bf16 = MixedPrecision("bf16-mixed", "cpu")
-    bf16.load_state_dict({})  # as Lightning's own has it
-    bf16.load_state_dict(bf16.state_dict())
-    wrong: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-        ("lightning", {"ours": False, "callbacks": (SkippedSteps(),)}, ValueError, "skipped steps"),
-        ("fabric", {"closure": lambda: None}, RuntimeError, "closure"),
-        ("lightning", {"optimizer": "LBFGS"}, ValueError, "LBFGS"),
-    ]
-    for name, given, error, says in wrong:
-        with pytest.raises(error, match=says):
-            train(name, devices=1, **given)
-    with distamp.patch_torch():
-        assert isinstance(Theirs("16-mixed", "cpu").scaler, DistGradScaler)
+        integration.CommHook("fp17")
 
 
 @on_ranks(2)
-def test_the_region_is_for_the_device_that_is_there_whatever_torch_was_built_for():
-    from distamp.integrations.fabric import FSDPPrecision
+def test_a_bf16_plugin_loads_its_state_and_the_empty_state_of_lightnings_plugin():
+    plugin = import_integration("lightning").MixedPrecision("bf16-mixed", "cpu")
+    plugin.load_state_dict({})
+    plugin.load_state_dict(plugin.state_dict())
 
+
+@on_ranks(2)
+def test_the_callback_of_skipped_steps_is_refused_without_a_plugin_of_distamp():
+    callback = import_integration("lightning").SkippedSteps()
+    with pytest.raises(ValueError, match="skipped steps"):
+        train("lightning", with_distamp=False, devices=1, callbacks=(callback,))
+
+
+@on_ranks(2)
+def test_a_step_with_a_closure_is_refused_under_fabric():
+    with pytest.raises(RuntimeError, match="closure"):
+        train("fabric", devices=1, closure=lambda: None)
+
+
+@on_ranks(2)
+def test_lbfgs_is_refused_under_lightning():
+    with pytest.raises(ValueError, match="LBFGS"):
+        train("lightning", devices=1, optimizer="LBFGS")
+
+
+@on_ranks(2)
+def test_patch_torch_gives_lightnings_plugin_a_scaler_of_distamp():
     quiet()
-    with mock.patch.object(
-        *(torch.accelerator, "current_accelerator"),
-        lambda check_available=False: None if check_available else torch.device("cuda"),
-    ):
-        assert FSDPPrecision("16-mixed").forward_context().device == "cpu"
+    from tests.trainers.in_lightning import TorchMixedPrecision
+
+    with distamp.patch_torch():
+        plugin = TorchMixedPrecision("16-mixed", "cpu")
+    assert isinstance(plugin.scaler, DistGradScaler)
+
+
+@on_ranks(2)
+def test_autocast_is_for_the_present_device_even_if_torch_was_built_for_cuda():
+    integration = import_integration("fabric")
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        """Behave as in a build for CUDA on a machine without a GPU."""
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", current_accelerator):
+        plugin = integration.FSDPPrecision("16-mixed")
+        assert plugin.forward_context().device == "cpu"
