@@ -1,7 +1,7 @@
-"""Weights and optimizers where libraries put them, and a public trainer's step of them.
+"""Train with weights and optimizers of other libraries, and make a public trainer's step with them.
 
-One model is trained in fp16 by two ranks, of which one overflows in one step. Whatever the library,
-both ranks skip that step, and what they have then is what they had, optimizer state and all.
+Two ranks train one model in fp16, and one rank overflows in one step. With every library both ranks
+skip that step, which leaves weights and optimizer state unchanged.
 
 verl's step is written from its public description, with the same calls in the same order: its FSDP
 engine (``FSDPEngine.optimizer_step``, November 2026), for FSDP1, FSDP2 and plain modules.
@@ -9,6 +9,7 @@ engine (``FSDPEngine.optimizer_step``, November 2026), for FSDP1, FSDP2 and plai
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,117 +37,202 @@ from tests.trainers.common import (
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
 SCALE = 2.0**8
-Made = tuple[nn.Module, Any]
 
 
-def peft_half_base(is_sharded: bool = False) -> Made:
-    net = adapted("LoRA", model().half(), "0", "2")  # in float32, over a frozen base
+@dataclass
+class Setup:
+    """A model to train.
+
+    Attributes:
+        net: The module with the parameters.
+        wrapped: The module to call, which reduces the gradients of ``net``.
+        optimizer: The optimizer of the trainable parameters.
+        clips_as_verl: Clip before each step by the calls of verl.
+    """
+
+    net: nn.Module
+    wrapped: nn.Module
+    optimizer: Any
+    clips_as_verl: bool = False
+
+
+def wrap_in_ddp(net: nn.Module) -> nn.Module:
+    """Wrap a model in DDP, which does not broadcast weights of other libraries' types."""
+    return DistributedDataParallel(net, init_sync=False)
+
+
+# -- weights and optimizers of libraries -----------------------------------------------------------
+
+
+def make_peft_model() -> nn.Module:
+    """Return a model with peft's adapters in float32 on a frozen base in float16."""
+    return adapted("LoRA", model().half(), "0", "2")
+
+
+def set_up_peft_in_ddp() -> Setup:
+    net = make_peft_model()
+    return Setup(net, wrap_in_ddp(net), adamw(net, fused=True))
+
+
+def set_up_peft_in_fsdp2() -> Setup:
+    net = make_peft_model()
     for module in net.modules():
-        if is_sharded and hasattr(module, "lora_A"):
+        if hasattr(module, "lora_A"):
             fully_shard(module.lora_A["default"])
             fully_shard(module.lora_B["default"])
-    return net, adamw(net, fused=True)
+    return Setup(net, net, adamw(net, fused=True))
 
 
-def torchao_base() -> Made:
-    """Adapters of one's own beside weights that torchao keeps in int8."""
+def set_up_torchao() -> Setup:
+    """Set up adapters that no library made, on weights that torchao stores in int8."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     net = model()
     quantize_(net, Int8WeightOnlyConfig())
     net.requires_grad_(False)
-    net[0], net[2] = Adapted(net[0]), Adapted(net[2])
-    return net, adamw(net)
+    net[0] = Adapted(net[0])
+    net[2] = Adapted(net[2])
+    return Setup(net, wrap_in_ddp(net), adamw(net))
 
 
-def eight_bits() -> Made:
+def set_up_bitsandbytes() -> Setup:
+    """Set up an optimizer that stores its state in 8 bits."""
     import bitsandbytes
 
     net = model()
-    return net, bitsandbytes.optim.AdamW8bit(net.parameters(), lr=0.01, min_8bit_size=1)
+    optimizer = bitsandbytes.optim.AdamW8bit(net.parameters(), lr=0.01, min_8bit_size=1)
+    return Setup(net, wrap_in_ddp(net), optimizer)
 
 
-def schedule_free() -> Made:
+def set_up_schedulefree() -> Setup:
     import schedulefree
 
     net = model()
     optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.01)
     optimizer.train()
-    return net, optimizer
+    return Setup(net, wrap_in_ddp(net), optimizer)
 
 
-def by_verl(wrap: Callable[[nn.Module], nn.Module]) -> Made:
-    net = wrap(model())
-    return net, adamw(net, fused=True)
+# -- verl's step -----------------------------------------------------------------------------------
 
 
-def flat(net: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+def set_up_verl(wrapped: nn.Module) -> Setup:
+    """Set up a wrapped model to train by verl's step."""
+    return Setup(wrapped, wrapped, adamw(wrapped, fused=True), clips_as_verl=True)
 
 
-KINDS: dict[str, tuple[str, Callable[[], Made]]] = {
-    "peft, half base": ("peft", peft_half_base),
-    "peft, half base, FSDP2": ("peft", lambda: peft_half_base(is_sharded=True)),
-    "torchao": ("torchao", torchao_base),
-    "bitsandbytes": ("bitsandbytes", eight_bits),
-    "schedulefree": ("schedulefree", schedule_free),
-    "verl, DDP": ("torch", lambda: by_verl(DistributedDataParallel)),
-    "verl, FSDP1": ("torch", lambda: by_verl(flat)),
-    "verl, FSDP2": ("torch", lambda: by_verl(fully_shard)),
-}
+def set_up_verl_in_ddp() -> Setup:
+    return set_up_verl(DistributedDataParallel(model()))
+
+
+def set_up_verl_in_fsdp1() -> Setup:
+    cpu = torch.device("cpu")
+    return set_up_verl(FullyShardedDataParallel(model(), device_id=cpu, use_orig_params=True))
+
+
+def set_up_verl_in_fsdp2() -> Setup:
+    return set_up_verl(fully_shard(model()))
 
 
 def clip_as_verl(module: nn.Module, max_norm: float = 1.0) -> Tensor:
-    """Clip each kind of module its own way; return the norm before clipping."""
+    """Clip the gradients by the function for this kind of module; return the norm before."""
     if isinstance(module, FullyShardedDataParallel):
         return module.clip_grad_norm_(max_norm)
     if not isinstance(module, FSDPModule):
         return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    grads = [param.grad for param in module.parameters() if param.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
     return norm
 
 
-def held(net: nn.Module, optimizer: Any) -> Any:
-    """A copy of this rank's weights and optimizer state."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
-    return copy.deepcopy(([p.detach() for p in local if p.requires_grad], optimizer.state_dict()))
+# -- training --------------------------------------------------------------------------------------
+
+# The function that sets up the model, and the package that it needs.
+SETUPS: dict[str, tuple[Callable[[], Setup], str]] = {
+    "peft, half base": (set_up_peft_in_ddp, "peft"),
+    "peft, half base, FSDP2": (set_up_peft_in_fsdp2, "peft"),
+    "torchao": (set_up_torchao, "torchao"),
+    "bitsandbytes": (set_up_bitsandbytes, "bitsandbytes"),
+    "schedulefree": (set_up_schedulefree, "schedulefree"),
+    "verl, DDP": (set_up_verl_in_ddp, "torch"),
+    "verl, FSDP1": (set_up_verl_in_fsdp1, "torch"),
+    "verl, FSDP2": (set_up_verl_in_fsdp2, "torch"),
+}
 
 
-def train(name: str) -> tuple[list[float], list[float]]:
-    """One number for the trained weights after each step, and the norms before verl's clip."""
+def copy_state(net: nn.Module, optimizer: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return a copy of this rank's trained weights and of its optimizer state."""
+    weights = []
+    for param in net.parameters():
+        if param.requires_grad:
+            local_param = param.to_local() if isinstance(param, DTensor) else param
+            weights.append(local_param.detach().clone())
+    return weights, copy.deepcopy(optimizer.state_dict())
+
+
+@dataclass
+class Run:
+    """The observations of one rank.
+
+    Attributes:
+        weights: One number for all trained weights after each step.
+        norms: The norms before verl's clipping in each step.
+        taken: Whether each step was taken.
+    """
+
+    weights: list[float]
+    norms: list[float]
+    taken: list[bool]
+
+
+def train(name: str) -> Run:
+    """Train on this rank; assert that the skipped step changes no weight and no optimizer state."""
     quiet()
-    net, optimizer = KINDS[name][1]()
-    is_wrapped = name.startswith("verl") or "FSDP2" in name
-    runs = net if is_wrapped else DistributedDataParallel(net, init_sync=False)
-    scaler, left, norms = DistGradScaler("cpu", SCALE), [], []
+    set_up, _ = SETUPS[name]
+    setup = set_up()
+    net, optimizer = setup.net, setup.optimizer
+    scaler = DistGradScaler("cpu", SCALE)
+    run = Run(weights=[], norms=[], taken=[])
     for step, (inputs, targets) in zip(range(STEPS), batches(), strict=False):
         with distamp.autocast("cpu", dtype=torch.float16):
-            outputs = runs(inputs * 0.1)
-        scaler.scale((outputs.float() - targets).square().mean()).backward()
+            outputs = setup.wrapped(inputs * 0.1)
+        loss = (outputs.float() - targets).square().mean()
+        scaler.scale(loss).backward()
         plant_inf(net.parameters(), step)
-        before = held(net, optimizer)
-        if name.startswith("verl"):
+        state_before = copy_state(net, optimizer)
+        if setup.clips_as_verl:
             scaler.unscale_(optimizer)
-            norms.append(float(clip_as_verl(net)))
+            norm = clip_as_verl(net)
+            run.norms.append(float(norm))
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.step_was_taken(optimizer) is (step != FAULT)
+        run.taken.append(scaler.step_was_taken(optimizer))
         if step == FAULT:
-            torch.testing.assert_close(held(net, optimizer), before, rtol=0, atol=0)
+            state_after = copy_state(net, optimizer)
+            torch.testing.assert_close(state_after, state_before, rtol=0, atol=0)
         optimizer.zero_grad()
-        left.append(digest(net))
-    return left, norms
+        run.weights.append(digest(net))
+    return run
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_weights_are_found_and_a_skip_leaves_everything_as_it_was(ranks2, name):
-    needs(KINDS[name][0])
-    (left, norms), other = ranks2.run(train, name)
-    assert other[0] == left
-    assert len(set(left)) == STEPS - 1, "every step but the skipped one moves the weights"
-    if norms:
-        _, expected = ranks2.run(train, "verl, DDP")[0]
-        assert norms[0] == pytest.approx(expected[0], rel=2e-2)
+@pytest.mark.parametrize("name", SETUPS)
+def test_both_ranks_skip_an_overflow_and_the_skip_changes_no_state(ranks2, name):
+    _, package = SETUPS[name]
+    needs(package)
+    run_0, run_1 = ranks2.run(train, name)
+    taken_except_fault = [step != FAULT for step in range(STEPS)]
+    assert run_0.taken == taken_except_fault
+    assert run_1.taken == taken_except_fault
+    assert run_0.weights == run_1.weights
+    assert len(set(run_0.weights)) == STEPS - 1, "every taken step moves the weights"
+
+
+@pytest.mark.parametrize("name", ["verl, FSDP1", "verl, FSDP2"])
+def test_verls_clipping_gets_the_norm_of_unscaled_gradients(ranks2, name):
+    """The norm of shards is that of the unsharded model."""
+    sharded_run, _ = ranks2.run(train, name)
+    ddp_run, _ = ranks2.run(train, "verl, DDP")
+    assert sharded_run.norms[0] == pytest.approx(ddp_run.norms[0], rel=2e-2)
