@@ -4,14 +4,15 @@
         process = hosts[0].popen(["python", "-c", "..."])
         print(hosts[0].name, hosts[0].address, hosts[0].sent())
 
-Each host has a network, a host name, an ``/etc/hosts`` and processes of its own; files are shared.
-It hangs on a veth pair from a bridge, shaped by ``tc tbf`` in both directions, with offloads off,
-so its interface counts the packets that a wire would carry.
+Each host has a private network, host name, ``/etc/hosts`` and process tree; all hosts share files.
+A veth pair connects it to a bridge. ``tc tbf`` shapes the pair in both directions, and offloads are
+off, so the interface counts the packets that a wire would carry.
 
-No process, network or name can be left behind; a killed maker leaves one small file in the folder
-for temporary files. A namespace lives as long as its first process, which ends with the
-pipe that its maker holds: at the end of the ``with``, or when the maker is killed. The kernel then
-ends every other process of that host. The namespaces have no names that could clash or stay.
+The hosts leave no process, network or name behind, except one small file in the folder for
+temporary files if the process that made them is killed. A namespace lives as long as its first
+process. That process ends when its input is closed, at the end of the ``with`` or when the maker is
+killed. The kernel then ends every other process of the host. The namespaces have no names, so they
+cannot clash.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any, Self
 
 __all__ = ["HEADER_BYTES", "Host", "Hosts", "missing", "sent"]
 
-# Of each packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12.
-HEADER_BYTES = 66
+# Ethernet, IPv4, TCP and TCP's timestamps in each packet.
+HEADER_BYTES = 14 + 20 + 20 + 12
 INTERFACE = "eth0"
 _TOOLS = ("ip", "tc", "ethtool", "unshare", "nsenter", "mount", "hostname")
-# The first process of a namespace: makes it a host, says so, and ends when its input does.
-_HOLD = """
+# The first process of a namespace makes it a host, prints a line, and ends when its input ends.
+_FIRST_PROCESS = """
 set -e
 hostname "$1"
 if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi
@@ -43,23 +44,28 @@ exec cat
 
 
 def missing() -> str | None:
-    """Return why this machine cannot do it, or None."""
+    """Return the reason for which this machine cannot make hosts, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if lacking := [tool for tool in _TOOLS if shutil.which(tool) is None]:
-        return f"no {', '.join(lacking)} here (apt-get install iproute2 ethtool util-linux)"
+    missing_tools = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing_tools:
+        tools = ", ".join(missing_tools)
+        return f"no {tools} here (apt-get install iproute2 ethtool util-linux)"
     return None
 
 
 def sent(process: int | str = "self") -> int:
     """Return the bytes, without headers, that left the interface of the host of a process."""
-    lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
-    (counts,) = (line.split() for line in lines if line.lstrip().startswith(INTERFACE))
-    return int(counts[9]) - HEADER_BYTES * int(counts[10])
+    table = Path(f"/proc/{process}/net/dev").read_text()
+    (line,) = [line for line in table.splitlines() if line.lstrip().startswith(INTERFACE)]
+    columns = line.split()
+    sent_bytes = int(columns[9])
+    sent_packets = int(columns[10])
+    return sent_bytes - HEADER_BYTES * sent_packets
 
 
 class Host:
-    """One host: start processes on it, ask what it sent.
+    """One host, which starts processes and counts the bytes that it sends.
 
     Attributes:
         name: Its host name, which every host can resolve.
@@ -69,24 +75,27 @@ class Host:
     def __init__(self, name: str, address: str, names: Path | None) -> None:
         self.name = name
         self.address = address
-        self._keeper = subprocess.Popen(
-            [
-                *("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc"),
-                *("sh", "-c", _HOLD, "sh", name, str(names or "")),
-            ],
+        unshare = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc"]
+        first_process = ["sh", "-c", _FIRST_PROCESS, "sh", name, str(names or "")]
+        self._unshare = subprocess.Popen(
+            [*unshare, *first_process],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        if self._keeper.stdout.readline() != b"ready\n":
-            raise OSError(f"host {name}: {self._keeper.stderr.read().decode().strip()}")
-        keeper = self._keeper.pid
-        self.pid = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+        if self._unshare.stdout.readline() != b"ready\n":
+            error = self._unshare.stderr.read().decode().strip()
+            raise OSError(f"host {name}: {error}")
+        parent = self._unshare.pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        self.pid = int(children.split()[0])
 
     def enter(self, command: Sequence[str | Path]) -> list[str]:
         """Return the command line that runs a command on this host."""
-        inside = ("--net", "--uts", "--mount", "--pid", f"--wdns={os.getcwd()}")
-        return ["nsenter", "-t", str(self.pid), *inside, *map(str, command)]
+        nsenter = ["nsenter", "-t", str(self.pid)]
+        namespaces = ["--net", "--uts", "--mount", "--pid"]
+        folder = f"--wdns={os.getcwd()}"
+        return [*nsenter, *namespaces, folder, *map(str, command)]
 
     def popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on this host; options as for ``subprocess.Popen``.
@@ -105,8 +114,8 @@ class Host:
 
     def close(self) -> None:
         """End the host and every process on it."""
-        with self._keeper as keeper:
-            keeper.stdin.close()
+        with self._unshare as unshare:
+            unshare.stdin.close()
 
 
 class Hosts(list[Host]):
@@ -114,13 +123,14 @@ class Hosts(list[Host]):
 
     Args:
         size: Hosts, at most 250.
-        rate: Of each link and direction as ``tc`` writes it (``100mbit``, ``1gbit``), or None for
-            links that are not shaped.
-        congestion: TCP's congestion control by name, where that is to be the same on all machines:
-            with another, collectives take up to a twentieth longer. None is this machine's own.
+        rate: The rate of each link and direction in the notation of ``tc`` (``100mbit``,
+            ``1gbit``), or None for links that are not shaped.
+        congestion: The name of TCP's congestion control, or None for the setting of this machine.
+            Set it if results of several machines are compared, because collectives take up to a
+            twentieth longer with some.
 
     Raises:
-        OSError: If this machine cannot do it (see `missing`).
+        OSError: If this machine cannot make hosts (see `missing`).
     """
 
     def __init__(
@@ -130,24 +140,27 @@ class Hosts(list[Host]):
         *,
         congestion: str | None = None,
     ) -> None:
-        self.size, self.rate, self.congestion = size, rate, congestion
+        self.size = size
+        self.rate = rate
+        self.congestion = congestion
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if reason := missing():
             raise OSError(reason)
+        addresses = {}
+        for index in range(self.size):
+            addresses[f"host{index}"] = f"10.77.0.{index + 1}"
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
-            names = folder / "hosts"
-            known = [(f"host{i}", f"10.77.0.{i + 1}") for i in range(self.size)]
-            rows = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known)]
-            names.write_text("\n".join(rows) + "\n")
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-"))
+            names = Path(folder) / "hosts"
+            _write_names(names, addresses)
             switch = stack.enter_context(contextlib.closing(Host("switch", "", None)))
             switch.run(["ip", "link", "add", "bridge", "type", "bridge"])
             switch.run(["ip", "link", "set", "bridge", "addrgenmode", "none", "up"])
-            for name, address in known:
+            for name, address in addresses.items():
                 host = stack.enter_context(contextlib.closing(Host(name, address, names)))
-                self._plug(switch, host)
+                self._connect(switch, host)
                 self.append(host)
             self._switch = switch
             self._stack = stack.pop_all()
@@ -158,47 +171,65 @@ class Hosts(list[Host]):
         self._stack.close()
 
     def cut(self, index: int) -> None:
-        """Cut the link of a host in both directions; neither end notices, as of a pulled cable."""
-        self._port(index, "nomaster")
+        """Cut the link of a host in both directions; as with a pulled cable, no end notices."""
+        self._set_port(index, "nomaster")
 
     def join(self, index: int) -> None:
-        """Put back what `cut` took away."""
-        self._port(index, "master", "bridge")
+        """Connect a host again after `cut`."""
+        self._set_port(index, "master", "bridge")
 
     def switch_off(self, index: int) -> None:
-        """End every process of a host at once; its network stays, for those started later."""
+        """End every process of a host at once; the network stays for processes started later."""
         self[index].run(["sh", "-c", "kill -KILL -1"])
 
-    def _port(self, index: int, *how: str) -> None:
-        self._switch.run(["ip", "link", "set", f"to-{self[index].name}", *how])
+    def _set_port(self, index: int, *settings: str) -> None:
+        port = f"to-{self[index].name}"
+        self._switch.run(["ip", "link", "set", port, *settings])
 
-    def _plug(self, switch: Host, host: Host) -> None:
-        """Join a host to the switch and shape both ends of the cable."""
+    def _connect(self, switch: Host, host: Host) -> None:
+        """Connect a host to the switch and shape both ends of the cable."""
         port = f"to-{host.name}"
-        pair = ["type", "veth", "peer", "name", INTERFACE, "netns", str(host.pid)]
-        # The far end is named by the process whose network it shall be in, as the switch sees it:
-        # it does not see the host's processes, so the cable is made from outside both.
-        made = f"v{host.pid}"
-        _run(["ip", "link", "add", "name", made, *pair])
-        _run(["ip", "link", "set", made, "name", port, "netns", str(switch.pid)])
+        self._add_cable(switch, port, host)
         switch.run(["ip", "link", "set", port, "master", "bridge", "addrgenmode", "none", "up"])
         host.run(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
         host.run(["ip", "link", "set", INTERFACE, "addrgenmode", "none", "up"])
         if self.congestion is not None:
-            # Each network has its own, taken over from the machine's.
-            chosen = f"echo {self.congestion} >/proc/sys/net/ipv4/tcp_congestion_control"
-            host.run(["sh", "-c", chosen])
-        for end, interface in ((switch, port), (host, INTERFACE)):
-            off = ["tso", "off", "gso", "off", "gro", "off", "tx", "off", "rx", "off", "sg", "off"]
-            end.run(["ethtool", "-K", interface, *off])
-            if self.rate is not None:
-                # A packet waits in a link's queue for as long before it is dropped.
-                shape = ["rate", self.rate, "burst", "64kb", "latency", "200ms"]
-                end.run(["tc", "qdisc", "add", "dev", interface, "root", "tbf", *shape])
+            # Each network has a setting, which begins as a copy of the machine's.
+            setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+            host.run(["sh", "-c", f"echo {self.congestion} >{setting}"])
+        self._shape(switch, port)
+        self._shape(host, INTERFACE)
+
+    def _add_cable(self, switch: Host, port: str, host: Host) -> None:
+        """Add a veth pair with one end in each network."""
+        # The switch does not see the processes of the host, which name the host's network. The pair
+        # is therefore made outside of both, and then moved.
+        temporary_name = f"v{host.pid}"
+        host_end = ["peer", "name", INTERFACE, "netns", str(host.pid)]
+        _run(["ip", "link", "add", "name", temporary_name, "type", "veth", *host_end])
+        _run(["ip", "link", "set", temporary_name, "name", port, "netns", str(switch.pid)])
+
+    def _shape(self, host: Host, interface: str) -> None:
+        """Switch off the offloads of an interface, and limit its rate."""
+        offloads = ["tso", "off", "gso", "off", "gro", "off", "tx", "off", "rx", "off", "sg", "off"]
+        host.run(["ethtool", "-K", interface, *offloads])
+        if self.rate is not None:
+            # A packet that waits in the link's queue for longer than the latency is dropped.
+            token_bucket = ["tbf", "rate", self.rate, "burst", "64kb", "latency", "200ms"]
+            host.run(["tc", "qdisc", "add", "dev", interface, "root", *token_bucket])
+
+
+def _write_names(path: Path, addresses: dict[str, str]) -> None:
+    """Write an ``/etc/hosts`` with all hosts."""
+    lines = ["127.0.0.1 localhost"]
+    for name, address in addresses.items():
+        lines.append(f"{address} {name}")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        output = process.stderr.strip() or process.stdout.strip()
+        raise OSError(f"{' '.join(command)}: {output}")
+    return process.stdout
