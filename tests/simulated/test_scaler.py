@@ -45,7 +45,7 @@ def _sampled_layouts() -> list[Any]:
 @pytest.mark.parametrize("layout", _sampled_layouts())
 def test_a_sample_of_cells_has_the_results_of_the_cpu(sim_ranks, ranks, layout):
     program = sample(layout, "sim ")
-    faults = _pair(sim_ranks, ranks, layout).wrong(program)
+    faults = _pair(sim_ranks, ranks, layout).find_faults(program)
     # A string, because pytest shortens a list to one line.
     assert not faults, "\n\n".join(faults)
 
@@ -57,7 +57,7 @@ def test_every_cell_has_the_results_of_the_cpu(sim_ranks, ranks, layout, kind):
     pair = _pair(sim_ranks, ranks, layout)
     faulty_programs = {}
     for program in chains(layout, kind):
-        faults = pair.wrong(program)
+        faults = pair.find_faults(program)
         if faults:
             faulty_programs[program] = faults
     assert faulty_programs == {}
@@ -70,7 +70,7 @@ def test_random_programs_have_the_results_of_the_cpu(sim2, ranks2, seed):
     pair = Pair(ranks2, sim2)
 
     def is_right(program):
-        assert pair.wrong(program) == [], program
+        assert pair.find_faults(program) == [], program
 
     hold(is_right, 50, seed, programs(), phases=[hypothesis.Phase.generate])
 
