@@ -10,8 +10,12 @@ import distamp
 from distamp.autocast import DataParallel
 from distamp.masters import MasterParameters
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
+FP16 = torch.float16
 SCHEDULES = [("late", 0), ("random", 3)]
+# Relative and absolute.
+FP32_TOLERANCES = (1e-5, 1e-6)
+HALF_PRECISION_TOLERANCES = (2e-2, 2e-3)
 
 
 class RecordingLinear(nn.Linear):
@@ -26,33 +30,68 @@ class RecordingLinear(nn.Linear):
 
 
 class Run(NamedTuple):
-    """The parameters, the scale after each step, and the device and dtype of each replica."""
+    """The result of a training.
+
+    Attributes:
+        parameters: The parameters after the last step.
+        scales: The loss scale after each step.
+        outputs: The device and the dtype of the outputs of each replica.
+    """
 
     parameters: list[Tensor]
     scales: list[float]
     outputs: list[tuple[str, torch.dtype]]
 
 
-def train(parallel: bool, dtype: torch.dtype | None, masters: bool = False) -> Run:
-    """Train four steps, of which the second overflows.
+def train_region(parallel: bool, dtype: torch.dtype | None) -> Run:
+    """Train an fp32 model in an autocast region of this dtype, or without a region.
 
     Args:
         parallel: Wrap the model in ``DataParallel``.
-        dtype: The dtype of the region, or of the model if it has masters.
-        masters: Give the optimizer master parameters.
+        dtype: The dtype of the region, or None for no region.
     """
-    net = nn.Sequential(RecordingLinear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to("sim:0")
-    net.to(dtype if masters else torch.float32)
-    net[0].outputs = set()
-    model = DataParallel(net, [0, 1, 2]) if parallel else net
+    net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
-    _masters = MasterParameters(optimizer) if masters else None
-    fp16_grads = "master" if masters else "error"
-    scaler = distamp.DistGradScaler("sim", init_scale=64.0, fp16_grads=fp16_grads)
+    scaler = distamp.DistGradScaler("sim", init_scale=64.0, fp16_grads="error")
+    region = distamp.autocast("sim", dtype=dtype, enabled=dtype is not None)
+    return train(net, optimizer, scaler, region, parallel)
+
+
+def train_with_masters(parallel: bool, dtype: torch.dtype) -> Run:
+    """Train a model of this dtype by master parameters, without a region.
+
+    Args:
+        parallel: Wrap the model in ``DataParallel``.
+        dtype: The dtype of the model.
+    """
+    net = make_net().to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    # The masters replace the parameters of the optimizer as long as this object lives.
+    _masters = MasterParameters(optimizer)
+    scaler = distamp.DistGradScaler("sim", init_scale=64.0, fp16_grads="master")
+    region = distamp.autocast("sim", dtype=dtype, enabled=False)
+    return train(net, optimizer, scaler, region, parallel)
+
+
+def make_net() -> nn.Sequential:
+    net = nn.Sequential(RecordingLinear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    net[0].outputs = set()
+    return net.to("sim:0")
+
+
+def train(
+    net: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    scaler: distamp.DistGradScaler,
+    region: distamp.autocast,
+    parallel: bool,
+) -> Run:
+    """Train four steps. The second step overflows."""
+    model = DataParallel(net, [0, 1, 2]) if parallel else net
     scales = []
     for step in range(4):
         x = torch.randn(8, 8).to("sim:0", net[0].weight.dtype)
-        with distamp.autocast("sim", dtype=dtype, enabled=dtype is not None and not masters):
+        with region:
             y = model(x)
         optimizer.zero_grad()
         loss = y.float().square().mean()
@@ -66,25 +105,28 @@ def train(parallel: bool, dtype: torch.dtype | None, masters: bool = False) -> R
     return Run(parameters, scales, sorted(net[0].outputs, key=str))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "masters"),
-    [
-        pytest.param(None, False, id="fp32"),
-        pytest.param(BF16, False, id="bf16 region"),
-        pytest.param(BF16, True, id="bf16 model with masters"),
-        pytest.param(FP16, False, id="fp16 region"),
-        pytest.param(FP16, True, id="fp16 model with masters"),
-    ],
-)
+# The function that trains, and the dtype of its region or of its model.
+SETUPS = {
+    "fp32": (train_region, None),
+    "bf16 region": (train_region, BF16),
+    "bf16 model with masters": (train_with_masters, BF16),
+    "fp16 region": (train_region, FP16),
+    "fp16 model with masters": (train_with_masters, FP16),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-def test_replicas_compute_in_the_dtype_and_train_as_one_fp32_model(
-    sim, dtype, masters, schedule, seed
-):
-    reference = sim.one(train, False, None)
-    run = sim.one(train, True, dtype, masters, schedule=schedule, seed=seed)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is None else {"rtol": 2e-2, "atol": 2e-3}
+def test_replicas_compute_in_the_dtype_and_train_as_one_fp32_model(sim, setup, schedule, seed):
+    train_in_dtype, dtype = SETUPS[setup]
+    reference = sim.one(train_region, False, None)
+    run = sim.one(train_in_dtype, True, dtype, schedule=schedule, seed=seed)
+    rtol, atol = FP32_TOLERANCES if dtype is None else HALF_PRECISION_TOLERANCES
     parameters = [param.float() for param in run.parameters]
-    torch.testing.assert_close(parameters, reference.parameters, **tolerance)
+    torch.testing.assert_close(parameters, reference.parameters, rtol=rtol, atol=atol)
     assert run.scales == [64.0, 32.0, 32.0, 32.0]
     output_dtype = dtype or torch.float32
-    assert run.outputs == [(f"sim:{device}", output_dtype) for device in range(3)]
+    for device in range(3):
+        expected_output = (f"sim:{device}", output_dtype)
+        assert run.outputs[device] == expected_output
+    assert len(run.outputs) == 3
