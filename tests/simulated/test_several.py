@@ -221,7 +221,8 @@ def test_replicas_that_diverge_after_a_norm_raise_at_the_next_norm():
     The device reports the difference at the step after it.
     """
     weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
-    optimizer, guard = torch.optim.SGD(weights, lr=1.0, fused=True), StepGuard()
+    optimizer = torch.optim.SGD(weights, lr=1.0, fused=True)
+    guard = StepGuard()
     errors = []
     for step in range(4):
         weights[0].grad = torch.ones(1, device="sim")
@@ -238,7 +239,8 @@ def test_replicas_that_diverge_after_a_norm_raise_at_the_next_norm():
 def test_a_clip_on_one_rank_beside_a_fused_step_raises_on_every_rank(by):
     """Replicas are equal before. The rank that stepped raises at its next call."""
     weight = torch.ones(1, device="sim", requires_grad=True)
-    optimizer, guard = torch.optim.SGD([weight], lr=1.0, fused=True), StepGuard()
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    guard = StepGuard()
     for _ in range(2):
         weight.grad = torch.full((1,), 0.25, device="sim")
         guard.clip_grad_norm_(optimizer, 1.0)
@@ -274,12 +276,14 @@ def level(name: str) -> Any:
     net = distamp.cast_model(net.to(here()), name)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    amp, taken = distamp.initialize(model, optimizer, name), []
+    amp = distamp.initialize(model, optimizer, name)
+    taken = []
     for step in range(6):
         amp.zero_grad()
         x = torch.linspace(-1, 1, 128).view(8, 16) + step
+        x = x.to(here())
         with amp.autocast():
-            out = amp.model(x.to(here())).float()
+            out = amp.model(x).float()
             loss = out.square().mean()
         scales_losses = LEVELS[name].loss_scale != 1.0
         overflows = dist.get_rank() and step == 2 and scales_losses
@@ -324,7 +328,8 @@ def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
     x = torch.full((2, 8), 2.0 + dist.get_rank(), device=here())
     with amp.autocast():
         out = amp.model(x)
-    amp.backward(out.float().square().mean())
+    loss = out.float().square().mean()
+    amp.backward(loss)
     assert out.dtype is dtype
     assert amp.clip_grad_norm_(1.0) > 0
     assert bool(amp.step())
@@ -345,7 +350,8 @@ def test_a_group_of_the_device_alone():
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_each_bad_rank_logs_its_own_skip(fused):
     weight = torch.ones(2, device="sim", requires_grad=True)
-    optimizer, guard = torch.optim.AdamW([weight], fused=fused), StepGuard()
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    guard = StepGuard()
     with logged("distamp.guard") as lines:
         for value in (1.0, NAN if dist.get_rank() else 1.0, 1.0):
             weight.grad = torch.full_like(weight, value)
@@ -368,7 +374,8 @@ def test_ranks_that_ended_join_with_different_optimizer_states_raise():
         with Join([model, guard]):
             for _ in range(1 + 2 * dist.get_rank()):
                 optimizer.zero_grad()
-                model(torch.ones(1, 4, device=here())).sum().backward()
+                inputs = torch.ones(1, 4, device=here())
+                model(inputs).sum().backward()
                 guard.step(optimizer)
                 guard.update()
 
