@@ -58,6 +58,12 @@ class Violation:
     place: str
     keys: tuple[str, ...]
 
+    def is_found_by(self, violation: Any) -> bool:
+        """Return whether a violation in a report has the right key, dtype and place."""
+        if violation.key not in self.keys or self.dtype not in violation.found:
+            return False
+        return any(self.place in name for name in violation.where) or not self.place
+
 
 PLANTS: list[Violation] = []
 
