@@ -165,7 +165,7 @@ def spin_version() -> str:
     return run_tool(["spin", "-V"], ".").strip()
 
 
-def walk_model(kind: WalkKind) -> list[list[str]]:
+def walk_model(kind: WalkKind, count: int = WALKS_PER_KIND) -> list[list[str]]:
     """Return SPIN's output of random walks that real ranks can follow to their end."""
     walks: list[list[str]] = []
     for seed in range(1, 20 * WALKS_PER_KIND):
@@ -174,7 +174,7 @@ def walk_model(kind: WalkKind) -> list[list[str]]:
         programs = parse_walk(kind.num_ranks, lines)
         if programs is not None and any(program.steps for program in programs):
             walks.append(lines)
-        if len(walks) == WALKS_PER_KIND:
+        if len(walks) == count:
             break
     return walks
 

@@ -97,12 +97,12 @@ def violations_of(pool, scaler: str, *names: str) -> str:
     return "\n".join(judge.judge(cell(*names)))
 
 
-def test_torchs_scaler_is_right_if_the_loss_of_a_ddp_model_overflows(new_ranks):
-    assert violations_of(new_ranks(WORLD), "torch", "DDP", "SGD for-loop", "step", "loss") == ""
+def test_torchs_scaler_is_right_if_the_loss_of_a_ddp_model_overflows(ranks):
+    assert violations_of(ranks(WORLD), "torch", "DDP", "SGD for-loop", "step", "loss") == ""
 
 
-def test_torchs_scaler_steps_on_some_ranks_of_fsdp(new_ranks):
-    text = violations_of(new_ranks(WORLD), "torch", "FSDP1", "Adam foreach", "unscale", "nan")
+def test_torchs_scaler_steps_on_some_ranks_of_fsdp(ranks):
+    text = violations_of(ranks(WORLD), "torch", "FSDP1", "Adam foreach", "unscale", "nan")
     assert "should have skipped" in text
 
 
