@@ -4,6 +4,7 @@ import functools
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 
 from distamp import initialize
 
+slow = pytest.mark.slow
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -40,6 +42,11 @@ def test_an_example_runs_and_prints_a_loss_that_fell(capsys, monkeypatch, name):
         assert float(last_loss) < float(first_loss)
 
 
+# One worker runs all tests that share runs.
+shares_gated_runs = pytest.mark.xdist_group("gated runs of the example")
+shares_one_call = pytest.mark.xdist_group("one call of the example")
+
+
 @pytest.fixture(scope="module")
 def gated_run() -> Any:
     """Train the example with decisions on the host; return its result."""
@@ -52,6 +59,7 @@ def gated_run_on_device() -> Any:
     return example("gate_lr_and_ema").train(True)
 
 
+@shares_gated_runs
 @pytest.mark.parametrize("run", ["gated_run", "gated_run_on_device"])
 def test_the_schedule_counts_only_the_steps_that_were_taken(request, run):
     module = example("gate_lr_and_ema")
@@ -62,12 +70,14 @@ def test_the_schedule_counts_only_the_steps_that_were_taken(request, run):
     assert result.rate == pytest.approx(module.RATE * warmup)
 
 
+@shares_gated_runs
 @pytest.mark.parametrize("run", ["gated_run", "gated_run_on_device"])
 def test_the_gated_run_learns_after_the_skipped_steps(request, run):
     result = request.getfixturevalue(run)
     assert result.losses[-1] < result.losses[result.skipped]
 
 
+@shares_gated_runs
 def test_the_average_is_the_same_on_the_host_and_on_the_device(gated_run, gated_run_on_device):
     assert gated_run.taken == gated_run_on_device.taken
     host_average = list(gated_run.average.parameters())
@@ -76,20 +86,33 @@ def test_the_average_is_the_same_on_the_host_and_on_the_device(gated_run, gated_
 
 
 @pytest.fixture(scope="module")
-def losses_in_fp32() -> list[float]:
-    """Train the example ``one_call`` in fp32; return its losses."""
-    return example("one_call").train("fp32")
+def train_once() -> Callable[..., list[float]]:
+    """Return the function that trains the example ``one_call``; it runs once at each level."""
+    return functools.cache(example("one_call").train)
 
 
-@pytest.mark.parametrize("accumulated_batches", [1, 4])
-@pytest.mark.parametrize(
-    ("level", "tolerance"), [("fp16", 1e-2), ("fp16-O2", 1e-2), ("bf16", 2e-2)]
-)
-def test_a_level_of_the_one_call_learns_as_fp32_does(
-    losses_in_fp32, level, tolerance, accumulated_batches
-):
-    losses = example("one_call").train(level, accumulated_batches)
-    assert losses == pytest.approx(losses_in_fp32, rel=tolerance)
+TOLERANCES = {"fp16": 1e-2, "fp16-O2": 1e-2, "bf16": 2e-2}
+# Masters, and accumulated gradients, have one quick case each.
+QUICK_CASES = [("fp16-O2", 1), ("bf16", 4)]
+
+
+def cases_of_the_one_call() -> list[Any]:
+    """Return each level without and with accumulated batches."""
+    cases = []
+    for level in TOLERANCES:
+        for accumulated_batches in (1, 4):
+            case = (level, accumulated_batches)
+            marks = [] if case in QUICK_CASES else [slow]
+            cases.append(pytest.param(*case, marks=marks))
+    return cases
+
+
+@shares_one_call
+@pytest.mark.parametrize(("level", "accumulated_batches"), cases_of_the_one_call())
+def test_a_level_of_the_one_call_learns_as_fp32_does(train_once, level, accumulated_batches):
+    losses_in_fp32 = train_once("fp32", 1)
+    losses = train_once(level, accumulated_batches)
+    assert losses == pytest.approx(losses_in_fp32, rel=TOLERANCES[level])
 
 
 def test_a_run_resumed_from_apexs_checkpoint_equals_an_uninterrupted_run(tmp_path):
@@ -108,18 +131,20 @@ def test_a_run_resumed_from_apexs_checkpoint_equals_an_uninterrupted_run(tmp_pat
 # -- over ranks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
-def test_the_one_call_over_ranks_learns_what_one_process_does(ranks2, layout):
+@shares_one_call
+@pytest.mark.parametrize("layout", ["DDP", pytest.param("FSDP2", marks=slow)])
+def test_the_one_call_over_ranks_learns_what_one_process_does(ranks2, train_once, layout):
     losses_by_rank = ranks2.run(call_on_rank, "one_call", "train", "fp16-O2", 2, layout)
     first, second = losses_by_rank
     mean_losses = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
-    expected = example("one_call").train("fp16-O2")
+    expected = train_once("fp16-O2", 1)
     assert mean_losses == pytest.approx(expected, rel=5e-3)
 
 
 def test_gradients_sent_in_fp16_learn_as_gradients_in_fp32_do(ranks2):
-    hooked = ranks2.run(call_on_rank, "hook_on_a_slow_link", "train", "fp16")
-    plain = ranks2.run(call_on_rank, "hook_on_a_slow_link", "train", None)
+    steps = 30
+    hooked = ranks2.run(call_on_rank, "hook_on_a_slow_link", "train", "fp16", steps)
+    plain = ranks2.run(call_on_rank, "hook_on_a_slow_link", "train", None, steps)
     first_loss, last_loss, statistics = hooked[0]
     _, expected_loss, _ = plain[0]
     assert last_loss == pytest.approx(expected_loss, rel=1e-2)
@@ -127,7 +152,7 @@ def test_gradients_sent_in_fp16_learn_as_gradients_in_fp32_do(ranks2):
     assert "fp16" in statistics
 
 
-@pytest.mark.parametrize("kind", ["zero", "oss"])
+@pytest.mark.parametrize("kind", ["zero", pytest.param("oss", marks=slow)])
 def test_ranks_that_share_the_optimizer_skip_together_and_have_the_same_weights(ranks2, kind):
     if kind == "oss":
         pytest.importorskip("fairscale")
@@ -146,7 +171,7 @@ def grpo_at_each_precision(updates: int, prompts: int) -> dict[str, Any]:
     return {name: module.train(name, start, updates) for name in module.PRECISIONS}
 
 
-@pytest.mark.slow  # Each rank imports transformers, which takes most of the time.
+@slow  # Each rank imports transformers, which takes most of the time.
 def test_grpo_shows_the_mismatch_between_sampler_and_trainer(ranks2):
     pytest.importorskip("transformers")
     first, second = ranks2.run(grpo_at_each_precision, 1, 2, timeout=240)
@@ -157,7 +182,7 @@ def test_grpo_shows_the_mismatch_between_sampler_and_trainer(ranks2):
     assert 1e-5 < fp16 < bf16 / 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_replicas_on_two_devices_compute_in_the_callers_dtype(sim, dtype):
     train = functools.partial(sim.one, call_on_rank, "data_parallel", "train")
     losses, dtypes = train(["sim:0", "sim:1"], dtype, 10)
@@ -190,6 +215,7 @@ def test_the_origin_of_a_nan_is_named_on_both_ranks(ranks2):
     assert "rank 1, forward pass" in first
 
 
+@slow  # It shows a fact of torch.
 def test_a_nan_on_one_rank_spoils_every_later_loss_without_a_guard(ranks2):
     nan_step = example("nan_in_bf16").NAN_STEP
     for losses in ranks2.run(call_on_rank, "nan_in_bf16", "train", False):
