@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -18,11 +19,6 @@ ROOT = Path(__file__).parents[1]
 KINDS = ("name", "method", "argument", "value", "flag", "error", "module", "state key")
 CHANGES = ("renamed", "moved", "removed", "value")
 ARGUMENT = re.compile(r"([\w.]+)\((\w+)=\)")
-CODE = [
-    path.read_text()
-    for folder in ("distamp", "launch", "examples", "benchmarks")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
 
 
 class Rename(NamedTuple):
@@ -45,8 +41,17 @@ RENAMES = read_renames()
 
 
 def of_kind(*kinds: str) -> pytest.MarkDecorator:
-    rows = [row for row in RENAMES if row.kind in kinds]
-    return pytest.mark.parametrize("row", rows, ids=[row.old for row in rows])
+    """Return the mark with a case for each row of some kinds.
+
+    A row of the integrations is slow, because it imports the package of a trainer.
+    """
+    cases = []
+    for row in RENAMES:
+        if row.kind in kinds:
+            is_integration = row.old.startswith("distamp.integrations.")
+            marks = [pytest.mark.slow] if is_integration else []
+            cases.append(pytest.param(row, id=row.old, marks=marks))
+    return pytest.mark.parametrize("row", cases)
 
 
 def find(path: str) -> Any:
@@ -66,6 +71,7 @@ def find(path: str) -> Any:
     return None
 
 
+@functools.cache
 def instance_attributes(cls: Any) -> set[str]:
     """Return the attributes that a class documents or that a dataclass has."""
     if not inspect.isclass(cls):
@@ -149,7 +155,17 @@ def distinctive_names() -> set[str]:
 DISTINCTIVE = distinctive_names()
 
 
+@functools.cache
+def words_of_the_code() -> frozenset[str]:
+    """Return every word of the code, its comments included."""
+    words: set[str] = set()
+    for folder in ("distamp", "launch", "examples", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            words.update(re.findall(r"\w+", path.read_text()))
+    return frozenset(words)
+
+
 @pytest.mark.parametrize("name", sorted(DISTINCTIVE))
 def test_no_code_uses_an_old_name(name: str) -> None:
     assert len(DISTINCTIVE) > 15
-    assert not [text for text in CODE if re.search(rf"\b{name}\b", text)]
+    assert name not in words_of_the_code()
