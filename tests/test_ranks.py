@@ -30,6 +30,12 @@ def test_ranks_are_processes_that_are_kept_between_calls_and_answer_in_order(ran
     assert ranks4.run(dist.get_rank) == [0, 1, 2, 3]
 
 
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rank run only briefly after the failure of another rank."""
+    monkeypatch.setattr("tests.ranks.GRACE_S", 0.2)
+
+
 def _goes_wrong(how: str) -> str:
     if dist.get_rank() == 1:
         if how == "raises":
@@ -54,6 +60,7 @@ def _goes_wrong(how: str) -> str:
         ("hangs", r"ranks \[0, 1\] of 2 hung for 2 s(.|\n)*in barrier(.|\n)*in _goes_wrong"),
     ],
 )
+@pytest.mark.usefixtures("short_grace")
 def test_what_goes_wrong_is_said_and_leaves_the_next_call_alone(new_ranks, how, match):
     pool = new_ranks(2)
     pool.run(_sum, 1.0)  # The ranks import this module now, and not within the two seconds below.
@@ -62,6 +69,7 @@ def test_what_goes_wrong_is_said_and_leaves_the_next_call_alone(new_ranks, how, 
     assert pool.run(dist.get_rank) == [0, 1]
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_death_may_be_part_of_a_test_and_a_skip_skips_it(new_ranks):
     pool = new_ranks(2)
     assert pool.run(_goes_wrong, "dies", may_die=[1]) == ["peer lost", Died(1, -signal.SIGKILL)]
@@ -94,6 +102,7 @@ def _is_rank_0():
     assert value == 0
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_body_that_fails_on_a_rank_is_told_with_its_local_names(ranks):
     with pytest.raises(RankError, match=r"rank 1 raised:(.|\n)*assert value == 0(.|\n)*value = 1"):
         _is_rank_0(ranks=ranks)
