@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from tests.docs_code import as_torchrun_starts_it, blocks_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "moving.md"
+slow = pytest.mark.slow
 EPOCHS = 3
-LEVELS = ["O0", "O1", "O2"]
+# One worker runs all tests that need the loss in float32.
+pytestmark = pytest.mark.xdist_group("moving from Apex")
 # A model that has learned is below this loss; chance is log(4) = 1.39.
 LEARNED_LOSS = 0.9
 
@@ -44,7 +46,9 @@ def build_loader(args: Any) -> list[tuple[Tensor, Tensor]]:
     for image, label in zip(images, target, strict=True):
         channel, rows = label % 3, 4 + int(label)
         image[channel, :rows] += 1.0
-    return list(zip(images.split(8), target.split(8), strict=True))
+    image_batches = images.split(8)
+    target_batches = target.split(8)
+    return list(zip(image_batches, target_batches, strict=True))
 
 
 def run(level: str, folder: Path, **changed: Any) -> float:
@@ -70,14 +74,25 @@ def run(level: str, folder: Path, **changed: Any) -> float:
     return namespace["main"](args)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_level_learns_as_o0_does(tmp_path, level):
-    loss_in_float32 = run("O0", tmp_path)
+@pytest.fixture(scope="module")
+def loss_in_float32(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Return the last loss of the script in float32."""
+    return run("O0", tmp_path_factory.mktemp("O0"))
+
+
+def test_the_script_learns_in_float32(loss_in_float32):
     assert loss_in_float32 < LEARNED_LOSS
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_level_learns_as_o0_does(tmp_path, loss_in_float32, level):
     assert run(level, tmp_path) == pytest.approx(loss_in_float32, rel=0.05)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+# The state at O2 has the states at O0 and O1 in it.
+@pytest.mark.parametrize(
+    "level", [pytest.param("O0", marks=slow), pytest.param("O1", marks=slow), "O2"]
+)
 def test_a_resumed_run_ends_with_the_loss_of_an_uninterrupted_run(tmp_path, level):
     uninterrupted = run(level, tmp_path)
     run(level, tmp_path, epochs=2)
