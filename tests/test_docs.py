@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distamp.__main__ import parser
-from launch.config import COMMAND as LAUNCHER
+from launch.config import Config
 from tests.docs_code import (
     PAGES,
     ROOT,
@@ -169,8 +169,14 @@ def _is_module(name: str) -> bool:
 
 @functools.cache
 def flags_of_the_launcher() -> str:
-    """Return the launcher's page of the reference, which takes seconds to make."""
-    return LAUNCHER.generate_docs("markdown") + "--help"
+    """Return the flags of the launcher, with the negative flags of booleans, in a text."""
+    flags = ["--help"]
+    for name, field in Config.model_fields.items():
+        words = name.replace("_", "-")
+        flags.append(f"--{words}")
+        if field.annotation is bool:
+            flags.append(f"--no-{words}")
+    return " ".join(flags)
 
 
 def _wrong_flags(line: str) -> list[str]:
@@ -345,7 +351,9 @@ def test_each_test_file_of_the_evidence_exists() -> None:
 # -- the site: any warning is an error -------------------------------------------------------------
 
 
-built_once = pytest.mark.xdist_group("site")
+def built_once(test: Any) -> Any:
+    """Let one worker run the tests of the site. They are slow, and `make docs-check` builds it."""
+    return pytest.mark.slow(pytest.mark.xdist_group("site")(test))
 
 
 @pytest.fixture(scope="module")
