@@ -8,6 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from hatchling.builders.plugin.interface import BuilderInterface
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 
 import distamp
 
@@ -22,6 +25,11 @@ def build(kind: str, folder: Path) -> Path:
     return distribution
 
 
+def files_for(builder: BuilderInterface) -> set[str]:
+    """Return the files that a builder packs, without building the distribution."""
+    return {file.distribution_path for file in builder.recurse_included_files()}
+
+
 def files_of_the_package() -> set[str]:
     """Return the files of distamp in the tree."""
     files = set()
@@ -31,6 +39,11 @@ def files_of_the_package() -> set[str]:
     return files
 
 
+def test_the_files_for_the_wheel_are_those_of_the_package() -> None:
+    assert files_for(WheelBuilder(str(ROOT))) == files_of_the_package()
+
+
+@pytest.mark.slow
 def test_the_wheel_has_the_files_of_the_package_alone(tmp_path: Path) -> None:
     wheel = zipfile.ZipFile(build("wheel", tmp_path))
     packaged = set()
@@ -56,12 +69,21 @@ NEEDED = {
 }
 
 
+OUTPUTS = (".venv", "runs", "tests/__pycache__")
+
+
+def test_the_files_for_the_sdist_are_sources_and_no_outputs() -> None:
+    names = files_for(SdistBuilder(str(ROOT)))
+    assert names >= NEEDED
+    assert [name for name in names if name.startswith(OUTPUTS)] == []
+
+
+@pytest.mark.slow
 def test_the_sdist_has_the_sources_and_no_outputs(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert names >= NEEDED
-    outputs = (".venv", "runs", "tests/__pycache__")
-    assert [name for name in names if name.startswith(outputs)] == []
+    assert [name for name in names if name.startswith(OUTPUTS)] == []
 
 
 @pytest.mark.parametrize(
