@@ -33,6 +33,9 @@ PLACES = [
 ]
 # The order of the arguments differs from that of torch.amp.GradScaler.
 SHARDED = (8.0, 0.25, 8.0, 3)
+# patch_torch searches all modules that are loaded, so a few cases stand for the others.
+slow = pytest.mark.slow
+MIN_SCALE = {"min_scale": 0.5}
 
 
 def scaler_classes() -> list[type]:
@@ -65,7 +68,7 @@ def train(scaler: torch.amp.GradScaler, *gradients: float) -> float:
     return weight.item()
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+@pytest.mark.parametrize("settings", [{}, MIN_SCALE])
 def test_each_name_of_torch_is_a_dist_grad_scaler_while_torch_is_patched(settings):
     with installed(**settings):
         for cls in scaler_classes():
@@ -81,13 +84,27 @@ def test_without_settings_the_class_is_dist_grad_scaler_itself():
         assert torch.amp.GradScaler is DistGradScaler
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+def make_amp_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+def make_cpu_scaler() -> torch.amp.GradScaler:
+    return torch.cpu.amp.GradScaler(8.0)
+
+
+def make_sharded_scaler() -> torch.amp.GradScaler:
+    return sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "settings"),
     [
-        pytest.param(lambda: torch.amp.GradScaler("cpu", init_scale=8.0), id="amp"),
-        pytest.param(lambda: torch.cpu.amp.GradScaler(8.0), id="cpu.amp"),
-        pytest.param(lambda: sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED), id="sharded"),
+        pytest.param(make_amp_scaler, {}, id="amp"),
+        pytest.param(make_amp_scaler, MIN_SCALE, id="amp, settings", marks=slow),
+        pytest.param(make_cpu_scaler, {}, id="cpu.amp", marks=slow),
+        pytest.param(make_cpu_scaler, MIN_SCALE, id="cpu.amp, settings"),
+        pytest.param(make_sharded_scaler, {}, id="sharded", marks=slow),
+        pytest.param(make_sharded_scaler, MIN_SCALE, id="sharded, settings"),
     ],
 )
 def test_a_scaler_can_be_copied_and_pickled_after_torch_is_restored(make, settings):
@@ -99,17 +116,17 @@ def test_a_scaler_can_be_copied_and_pickled_after_torch_is_restored(make, settin
         assert twin.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=slow), MIN_SCALE])
 def test_the_sharded_scaler_takes_its_arguments_in_torchs_order(settings):
-    original = sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED)
+    original = make_sharded_scaler()
     with installed(**settings):
-        scaler = sharded_grad_scaler.ShardedGradScaler("cpu", *SHARDED)
+        scaler = make_sharded_scaler()
     state = scaler.state_dict()
     for key, value in original.state_dict().items():
         assert state[key] == value, key
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_scale": 0.5}])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=slow), MIN_SCALE])
 def test_the_end_of_an_inner_patch_leaves_the_outer_patch(settings):
     with installed(**settings):
         with distamp.patch_torch() as inner:
