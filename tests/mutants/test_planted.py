@@ -19,9 +19,8 @@ TRANSFORMED = [fault for fault in FAULTS if fault.transformation is not None]
 @functools.cache
 def test_functions(file: str) -> frozenset[str]:
     """Return the names of the test functions of a file."""
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    names = {node.name for node in nodes if isinstance(node, functions)}
+    tree = ast.parse((ROOT / file).read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     return frozenset(name for name in names if name.startswith("test_"))
 
 
@@ -40,13 +39,20 @@ def instructions(code: CodeType) -> list[object]:
     return parts
 
 
+@functools.cache
+def read_with_instructions(file: str) -> tuple[str, list[object]]:
+    """Return the source of a file, and the instructions of its compiled code."""
+    source = (ROOT / file).read_text()
+    code = compile(source, file, "exec", dont_inherit=True)
+    return source, instructions(code)
+
+
 @pytest.mark.parametrize("fault", TRANSFORMED, ids=lambda fault: fault.name)
 def test_a_transformation_has_one_place_and_changes_the_compiled_code(fault: Fault) -> None:
-    source = (ROOT / fault.file).read_text()
+    source, instructions_of_source = read_with_instructions(fault.file)
     planted = fault.plant(source)  # raises if there is no place, or more than one
-    code = compile(source, fault.file, "exec", dont_inherit=True)
     planted_code = compile(planted, fault.file, "exec", dont_inherit=True)
-    assert instructions(code) != instructions(planted_code)
+    assert instructions(planted_code) != instructions_of_source
 
 
 def test_each_fault_names_a_test_that_exists() -> None:

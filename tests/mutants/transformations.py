@@ -6,6 +6,7 @@ keeps its text and its line numbers above the change.
 """
 
 import ast
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Transformation:
             PlantError: The function or the place does not exist exactly once, or the operation does
                 not apply to the place.
         """
-        function = find_function(ast.parse(source), self.function)
+        function = find_function(parse(source), self.function)
         node = function if self.operation == "return_none" else self._find_place(function)
         operation = OPERATIONS[self.operation]
         start, end, text = operation(node, self)
@@ -98,6 +99,12 @@ class Transformation:
         if type(node.value) is not type(self.constant):
             return False
         return bool(node.value == self.constant)
+
+
+@functools.cache
+def parse(source: str) -> ast.AST:
+    """Return the syntax tree of a source. No operation changes a tree."""
+    return ast.parse(source)
 
 
 def find_function(tree: ast.AST, qualified_name: str) -> ast.AST:
