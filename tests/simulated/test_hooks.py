@@ -19,6 +19,7 @@ from tests.place import device_type, here
 from tests.ranks import RankPool, mesh
 from tests.simulated.pools import SimPool
 
+slow = pytest.mark.slow
 SCHEDULES = [("late", 0), ("late_others", 0)]
 
 
@@ -59,7 +60,7 @@ def _compare_with_cpu(sim_pool: SimPool, cpu_pool: RankPool, schedule: str, *set
         assert scale == 1024.0
 
 
-@pytest.mark.slow
+@slow
 def test_ddp_with_int8_has_the_result_of_the_cpu(sim2, ranks2):
     _compare_with_cpu(sim2, ranks2, "late", "DDP", "int8", True, 1, "foreach")
 
@@ -73,20 +74,22 @@ def test_fsdp1_with_fp16_has_the_result_of_the_cpu(sim2, ranks2):
     _compare_with_cpu(sim2, ranks2, "late_others", "FSDP1", "fp16", True, 1, "foreach")
 
 
+@slow
 def test_hsdp_with_bf16_has_the_result_of_the_cpu(sim2, ranks2):
     _compare_with_cpu(sim2, ranks2, "late", "HSDP", "bf16", False, 1, "fused")
 
 
-@pytest.mark.slow
+@slow
 def test_ddp_with_int8_on_two_hosts_has_the_result_of_the_cpu(sim_ranks, ranks4):
     _compare_with_cpu(sim_ranks(4), ranks4, "late_others", "DDP", "int8", False, 2, "foreach")
 
 
+@slow
 def test_ddp_with_fp16_on_two_hosts_has_the_result_of_the_cpu(sim_ranks, ranks4):
     _compare_with_cpu(sim_ranks(4), ranks4, "late", "DDP", "fp16", True, 2, "fused")
 
 
-@pytest.mark.slow
+@slow
 def test_fsdp2_with_bf16_on_two_hosts_has_the_result_of_the_cpu(sim_ranks, ranks4):
     _compare_with_cpu(sim_ranks(4), ranks4, "late_others", "FSDP2", "bf16", True, 2, "foreach")
 
@@ -107,7 +110,9 @@ def _bucket_on_a_stream() -> list[Tensor]:
 
 
 def test_a_hook_waits_for_the_stream_that_made_the_gradients(sim2):
-    expected = torch.full((64, 64), 3.0), torch.full((64,), 2.0)
+    weight_grad = torch.full((64, 64), 3.0)
+    bias_grad = torch.full((64,), 2.0)
+    expected = weight_grad, bias_grad
     for schedule, seed in SCHEDULES:
         for grads in sim2.run(_bucket_on_a_stream, schedule=schedule, seed=seed):
             torch.testing.assert_close(tuple(grads), expected, rtol=1e-3, atol=0)
@@ -193,8 +198,15 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
 
 
 @on_devices(4)
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-@pytest.mark.parametrize("wire", ["fp16", "int8"])
+@pytest.mark.parametrize(
+    ("wire", "ranks_per_host"),
+    [
+        pytest.param("fp16", 1, marks=slow),
+        pytest.param("fp16", 2),
+        pytest.param("int8", 1),
+        pytest.param("int8", 2, marks=slow),
+    ],
+)
 def test_a_bucket_waits_for_nothing(wire, ranks_per_host):
     from tests.simulated.device import refuse
 

@@ -74,7 +74,7 @@ WITHOUT_RECORDS = """
 """
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_no_step_waits_for_its_device(sim, text, tmp_path, precision):
     """A run of twice as many steps waits no more often."""
     flags = WITHOUT_RECORDS.split()

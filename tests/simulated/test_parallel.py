@@ -12,7 +12,8 @@ from distamp.masters import MasterParameters
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
-SCHEDULES = [("late", 0), ("random", 3)]
+SLOW_SCHEDULE = pytest.param("random", 3, marks=pytest.mark.slow)
+SCHEDULES = [("late", 0), SLOW_SCHEDULE]
 # Relative and absolute.
 FP32_TOLERANCES = (1e-5, 1e-6)
 HALF_PRECISION_TOLERANCES = (2e-2, 2e-3)

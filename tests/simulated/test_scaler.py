@@ -4,6 +4,7 @@ Each job runs on the CPU and, under every schedule, on the device. A sample of t
 must be bit-identical; ``make test-all`` runs all cells.
 """
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -29,8 +30,8 @@ def _pair(sim_ranks, ranks, layout):
     return Pair(ranks(size), sim_ranks(size))
 
 
-# One layout for each way in which gradients reach the scaler.
-QUICK_LAYOUTS = ("DDP", "FSDP1", "FSDP2", "TP", "ZeRO", "alone")
+# Plain gradients and DTensors. On the CPU, the tests of the scaler run every layout.
+QUICK_LAYOUTS = ("DDP", "FSDP2")
 
 
 def _sampled_layouts() -> list[Any]:
@@ -188,17 +189,25 @@ def _skips_without_host_syncs(by: str, in_group: bool, with_norm: bool) -> int:
     return scaler.step_counts(optimizer).skipped
 
 
-@pytest.mark.parametrize("schedule", ["late", "random"])
-@pytest.mark.parametrize("with_norm", [False, True], ids=["step", "max_norm"])
-@pytest.mark.parametrize("by", ["scaler", "guard"])
+def _fused_steps() -> list[Any]:
+    """Return the cases of a fused step; each value of a parameter is in one quick case."""
+    quick_cases = [("scaler", True, "late"), ("guard", False, "random")]
+    parameters = []
+    for case in itertools.product(["scaler", "guard"], [False, True], ["late", "random"]):
+        by, with_norm, schedule = case
+        marks = [] if case in quick_cases else [pytest.mark.slow]
+        case_id = f"{by}-{'max_norm' if with_norm else 'step'}-{schedule}"
+        parameters.append(pytest.param(by, with_norm, schedule, id=case_id, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("by", "with_norm", "schedule"), _fused_steps())
 def test_a_fused_step_never_waits_for_the_device(sim, by, with_norm, schedule):
     skipped = sim.one(_skips_without_host_syncs, by, False, with_norm, schedule=schedule)
     assert skipped == 1
 
 
-@pytest.mark.parametrize("schedule", ["late", "random"])
-@pytest.mark.parametrize("with_norm", [False, True], ids=["step", "max_norm"])
-@pytest.mark.parametrize("by", ["scaler", "guard"])
+@pytest.mark.parametrize(("by", "with_norm", "schedule"), _fused_steps())
 def test_a_fused_step_in_a_group_waits_for_events_alone(sim2, by, with_norm, schedule):
     skipped = sim2.run(_skips_without_host_syncs, by, True, with_norm, schedule=schedule)
     assert skipped == [1, 1]
