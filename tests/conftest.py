@@ -1,15 +1,23 @@
-"""Fixtures for the whole suite: pools of real ranks."""
+"""Fixtures for the whole suite: pools of real ranks.
+
+The fixtures import the pools, because the process that starts the workers loads this file too, and
+would import torch before the first worker starts.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.quick_cases import is_in_sample
-from tests.ranks import RankPool
-from tests.simulated.build import Unavailable
-from tests.simulated.pools import SimPool
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+    from tests.simulated.pools import SimPool
 
 
 # Before pytest deselects the slow cases.
@@ -27,6 +35,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     The pools live as long as the pytest process; one that fails is replaced at the next call.
     """
+    from tests.ranks import RankPool
+
     with contextlib.ExitStack() as pools:
         yield functools.cache(lambda world_size: pools.enter_context(RankPool(world_size)))
 
@@ -44,6 +54,8 @@ def ranks4(ranks: Callable[[int], RankPool]) -> RankPool:
 @pytest.fixture
 def new_ranks() -> Iterator[Callable[..., RankPool]]:
     """``new_ranks(2)`` is a new pool for this test alone, for ranks that are killed."""
+    from tests.ranks import RankPool
+
     with contextlib.ExitStack() as pools:
         yield lambda world_size, **options: pools.enter_context(RankPool(world_size, **options))
 
@@ -54,6 +66,9 @@ def sim_ranks() -> Iterator[Callable[..., SimPool]]:
 
     The test is skipped with another torch, or without a compiler.
     """
+    from tests.simulated.build import Unavailable
+    from tests.simulated.pools import SimPool
+
     with contextlib.ExitStack() as pools:
 
         @functools.cache
