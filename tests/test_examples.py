@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -121,7 +122,8 @@ def test_a_run_resumed_from_apexs_checkpoint_equals_an_uninterrupted_run(tmp_pat
     module.write_as_apex_did(path)
     torch.manual_seed(0)
     model = module.NextByte().to(module.device())
-    amp = initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), "fp16-O2")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    amp = initialize(model, optimizer, "fp16-O2")
     assert module.train(amp)
     uninterrupted = module.train(amp, skip=module.STEPS)
     resumed = module.resume(torch.load(path, weights_only=True))
@@ -135,8 +137,7 @@ def test_a_run_resumed_from_apexs_checkpoint_equals_an_uninterrupted_run(tmp_pat
 @pytest.mark.parametrize("layout", ["DDP", pytest.param("FSDP2", marks=slow)])
 def test_the_one_call_over_ranks_learns_what_one_process_does(ranks2, train_once, layout):
     losses_by_rank = ranks2.run(call_on_rank, "one_call", "train", "fp16-O2", 2, layout)
-    first, second = losses_by_rank
-    mean_losses = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    mean_losses = [mean(losses) for losses in zip(*losses_by_rank, strict=True)]
     expected = train_once("fp16-O2", 1)
     assert mean_losses == pytest.approx(expected, rel=5e-3)
 
@@ -168,7 +169,10 @@ def grpo_at_each_precision(updates: int, prompts: int) -> dict[str, Any]:
     module = example("grpo")
     module.PROMPTS = prompts
     start = module.pretrain(10).state_dict()
-    return {name: module.train(name, start, updates) for name in module.PRECISIONS}
+    rows = {}
+    for precision in module.PRECISIONS:
+        rows[precision] = module.train(precision, start, updates)
+    return rows
 
 
 @slow  # Each rank imports transformers, which takes most of the time.
@@ -176,10 +180,11 @@ def test_grpo_shows_the_mismatch_between_sampler_and_trainer(ranks2):
     pytest.importorskip("transformers")
     first, second = ranks2.run(grpo_at_each_precision, 1, 2, timeout=240)
     assert first == second
-    mismatches = {name: rows[0]["mismatch/token_abs_mean"] for name, rows in first.items()}
-    fp32, bf16, fp16 = mismatches.values()
-    assert fp32 < 1e-5
-    assert 1e-5 < fp16 < bf16 / 3
+    mismatches = {}
+    for precision, rows in first.items():
+        mismatches[precision] = rows[0]["mismatch/token_abs_mean"]
+    assert mismatches["fp32"] < 1e-5
+    assert 1e-5 < mismatches["fp16"] < mismatches["bf16"] / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
@@ -193,7 +198,8 @@ def test_replicas_on_two_devices_compute_in_the_callers_dtype(sim, dtype):
 
 def _stepped(track: Any, step: int) -> bool:
     """Return whether a step changed the weight of a track."""
-    return bool(track.weight[step] != track.weight[step - 1])
+    weight_before = track.weight[step - 1]
+    return bool(track.weight[step] != weight_before)
 
 
 def test_one_overflow_makes_torchs_ranks_diverge_and_ours_skip_together(ranks2):
@@ -219,8 +225,10 @@ def test_the_origin_of_a_nan_is_named_on_both_ranks(ranks2):
 def test_a_nan_on_one_rank_spoils_every_later_loss_without_a_guard(ranks2):
     nan_step = example("nan_in_bf16").NAN_STEP
     for losses in ranks2.run(call_on_rank, "nan_in_bf16", "train", False):
-        assert torch.tensor(losses[:nan_step]).isfinite().all()
-        assert torch.tensor(losses[nan_step:]).isnan().all()
+        losses_before_nan = torch.tensor(losses[:nan_step])
+        losses_after_nan = torch.tensor(losses[nan_step:])
+        assert losses_before_nan.isfinite().all()
+        assert losses_after_nan.isnan().all()
 
 
 def test_a_guarded_run_learns_after_a_nan_on_one_rank(ranks2):
