@@ -50,12 +50,13 @@ def list_steps(rows: jobs.Rows) -> jobs.Rows:
     return [row for row in rows if "loss" in row]
 
 
-def show_skips(skipped: list[int]) -> str:
-    """Return the steps as the summary lists them: the last eight."""
-    listed = [str(step) for step in skipped[-8:]]
+def summarize_skips(skipped: list[int]) -> str:
+    """Return the sentence of the summary, which lists the last eight of the skipped steps."""
+    steps = [str(step) for step in skipped[-8:]]
     if len(skipped) > 8:
-        listed.insert(0, "...")
-    return ", ".join(listed)
+        steps.insert(0, "...")
+    listed_steps = ", ".join(steps)
+    return f"skipped {len(skipped)} on every rank: {listed_steps}."
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,8 @@ def test_first_line_has_the_flags_of_the_run(skipping_run, text):
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d ", first_line)
     _, _, printed_flags = first_line.partition(": ")
     flags = [str(word) for word in ("--data", text, *TINY, *FP16, *SKIPPING_RUN)]
-    assert parse(printed_flags.split()) == parse(flags)
+    printed_config = parse(printed_flags.split())
+    assert printed_config == parse(flags)
 
 
 def test_log_file_has_a_line_for_each_record(skipping_run):
@@ -105,7 +107,7 @@ def test_time_left_is_no_longer_than_max_time(text, tmp_path):
 def test_summary_lists_the_skipped_steps(skipping_run):
     folder, printed = skipping_run
     skipped = list_skips(jobs.records(folder))
-    assert f"skipped {len(skipped)} on every rank: {show_skips(skipped)}." in printed
+    assert summarize_skips(skipped) in printed
 
 
 def test_last_line_names_the_next_command_if_there_is_a_checkpoint(skipping_run, short_run):
@@ -128,7 +130,7 @@ def test_a_record_lists_the_skipped_steps_since_the_record_before_it(text, tmp_p
     earlier_steps = [str(step) for step in skipped if step < 6]
     earlier = ", ".join(earlier_steps)
     assert f"SKIPPED since the last line: steps {earlier}" in printed
-    assert f"skipped {len(skipped)} on every rank: {show_skips(skipped)}." in printed
+    assert summarize_skips(skipped) in printed
 
 
 def find_crosses(axes: Any) -> Any:
@@ -166,7 +168,11 @@ def tiny(text: Path) -> Job:
 
 
 def test_operations_of_an_example_are_those_counted_by_hand(tiny):
-    layers, heads, width, length, vocabulary = 2, 4, 16, 16, 256
+    layers = 2
+    heads = 4
+    width = 16
+    length = 16
+    vocabulary = 256
     attention_weights = 4 * width * width
     feed_weights = 8 * width * width
     embedding_weights = vocabulary * width + length * width
@@ -189,8 +195,9 @@ def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, short_ru
 
 def figure(folder: Path, rows: list[dict[str, Any]]) -> Any:
     """Draw the picture of a run with these records."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "metrics.jsonl").write_text(lines)
+    lines = [json.dumps(row) + "\n" for row in rows]
+    records = folder / "metrics.jsonl"
+    records.write_text("".join(lines))
     return draw_figure([folder])
 
 
@@ -200,7 +207,8 @@ def picture(tmp_path: Path) -> Any:
     rows = [{"step": 0, "validation_loss": 3.0}]
     for step in range(1, 20):
         taken = step not in (1, 7)
-        rows.append({"step": step, "loss": 3.0, "loss_scale": 65536.0 / step, "taken": taken})
+        loss_scale = 65536.0 / step
+        rows.append({"step": step, "loss": 3.0, "loss_scale": loss_scale, "taken": taken})
     picture = figure(tmp_path, rows)
     # The layout is computed when the picture is drawn.
     picture.draw_without_rendering()
@@ -221,8 +229,9 @@ def test_picture_has_each_line_in_its_legend_and_crosses_inside_its_frame(pictur
 
 
 def test_picture_without_a_loss_scale_has_one_panel_and_its_crosses_in_it(tmp_path):
-    rows = [{"step": 1, "loss": 1.0, "taken": False}, {"step": 2, "loss": 0.5, "taken": True}]
-    (axes,) = figure(tmp_path, rows).axes
+    skipped = {"step": 1, "loss": 1.0, "taken": False}
+    taken = {"step": 2, "loss": 0.5, "taken": True}
+    (axes,) = figure(tmp_path, [skipped, taken]).axes
     crosses = find_crosses(axes)
     assert crosses.get_xydata().tolist() == [[1.0, 1.0]]
 
