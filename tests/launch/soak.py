@@ -292,7 +292,8 @@ class Job:
         """Return a hash of the weights and their average, which are equal on all ranks."""
         state = (*self.amp.model.parameters(), *self.history.average)
         values = torch.cat([tensor.detach().flatten() for tensor in state])
-        return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        data = values.numpy().tobytes()
+        return hashlib.sha256(data).hexdigest()
 
 
 def count_shared_memory(process: psutil.Process) -> int:
@@ -350,9 +351,11 @@ def train(rank: int, port: int, folder: Path, minutes: float) -> None:
             job.take_steps()
             digests.append(job.digest())
             hours = (time.monotonic() - start) / 3600
-            row = {"level": level, "hours": hours, "step": job.step}
+            row: dict[str, Any] = {"level": level, "hours": hours, "step": job.step}
             with (folder / f"{rank}.jsonl").open("a") as file:
-                print(json.dumps(row | job.counts() | count_resources()), file=file)
+                row.update(job.counts())
+                row.update(count_resources())
+                print(json.dumps(row), file=file)
         first, repeated = digests
         assert first == repeated, f"step {job.step}: the steps after the checkpoint differ"
         rank_digests: list[Any] = [None] * RANKS
@@ -384,7 +387,8 @@ def fit_slope(rows: list[dict[str, float]], resource: str) -> tuple[float, float
         residual = count - intercept - slope * hour
         squares += residual**2
     variance = squares / (BLOCKS - 2)
-    return slope, STUDENT * math.sqrt(variance / BLOCKS / statistics.pvariance(hours))
+    standard_error = math.sqrt(variance / BLOCKS / statistics.pvariance(hours))
+    return slope, STUDENT * standard_error
 
 
 def run(minutes: float) -> list[list[dict[str, Any]]]:
