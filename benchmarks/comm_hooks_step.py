@@ -28,8 +28,11 @@ from benchmarks.common import (
 from distamp import comm_hooks
 from tests.ranks import RankPool
 
-FP32, TORCH = "fp32", "torch fp16"
-WIDTH, LAYERS, WARMUP = 1776, 8, 2
+FP32 = "fp32"
+TORCH = "torch fp16"
+WIDTH = 1776
+LAYERS = 8
+WARMUP = 2
 
 
 def register(model: DistributedDataParallel, name: str, **settings: Any) -> Any:
@@ -90,7 +93,8 @@ def make_step(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
 
     def step() -> None:
         model.zero_grad()
-        model(batch).square().mean().backward()
+        loss = model(batch).square().mean()
+        loss.backward()
 
     return step
 
@@ -127,7 +131,8 @@ def make_rows(times: Timings, sent: Mapping[str, float]) -> Iterator[list[str]]:
     for name, seconds in times.items():
         to_torch = format_ratio(seconds, times[TORCH])
         to_fp32 = format_ratio(seconds, times[FP32])
-        yield [name, format_median(seconds), to_torch, to_fp32, f"{sent[name] / 1e6:.1f}"]
+        megabytes = sent[name] / 1e6
+        yield [name, format_median(seconds), to_torch, to_fp32, f"{megabytes:.1f}"]
 
 
 if __name__ == "__main__":

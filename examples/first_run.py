@@ -24,7 +24,8 @@ def train(device: str, steps: int = STEPS) -> tuple[float, float]:
     """Return the losses of the first and the last step."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     # This scale overflows at first. The scaler skips such steps and lowers the scale.

@@ -35,9 +35,12 @@ PRECISIONS = {
     "bf16": ("bf16", torch.bfloat16),
     "fp16": ("fp16", torch.float16),
 }
-DIGITS, EQUALS = 6, 10
+DIGITS = 6
+EQUALS = 10
 # Prompts of each rank, answers to each prompt, and the clipping of the probability ratio.
-PROMPTS, GROUP, CLIP = 8, 8, 0.2
+PROMPTS = 8
+GROUP = 8
+CLIP = 0.2
 # Number of optimizer steps on each set of answers.
 STEPS_PER_UPDATE = 2
 

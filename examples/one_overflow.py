@@ -30,7 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distamp import DistGradScaler
 
-STEPS, OVERFLOW_STEP, OUTLIER = 60, 15, 4.0
+STEPS = 60
+OVERFLOW_STEP = 15
+OUTLIER = 4.0
 SCALERS = {"torch.amp.GradScaler": torch.amp.GradScaler, "distamp.DistGradScaler": DistGradScaler}
 # The line styles of the two ranks, so that equal curves stay visible.
 RANK_STYLES = (
@@ -84,7 +86,8 @@ def train(scaler: Any) -> Track:
         with torch.autocast("cpu", dtype=torch.float16):
             outputs = model(inputs)
         target = 3.0 + 0.5 * math.sin(step / 5)
-        loss = 0.5 * (outputs.float() - target).square().sum()
+        error = outputs.float() - target
+        loss = 0.5 * error.square().sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -100,7 +103,8 @@ def train_with_each() -> dict[str, Track]:
     """
     tracks = {}
     for name, scaler_class in SCALERS.items():
-        tracks[name] = train(scaler_class("cpu", init_scale=2.0**9, growth_interval=1000))
+        scaler = scaler_class("cpu", init_scale=2.0**9, growth_interval=1000)
+        tracks[name] = train(scaler)
     return tracks
 
 
@@ -117,8 +121,10 @@ def draw(ranks: list[dict[str, Track]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "distamp", "font.size": 11})
-    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    matplotlib.rcParams["svg.hashsalt"] = "distamp"
+    matplotlib.rcParams["font.size"] = 11
+    matplotlib.rcParams["axes.spines.top"] = False
+    matplotlib.rcParams["axes.spines.right"] = False
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(9, 4.6), layout="constrained")
@@ -158,10 +164,9 @@ def main() -> None:
         ranks = pool.starmap(run_rank, [(rank, f"{folder}/store") for rank in range(2)])
     for name in SCALERS:
         first, second = (rank[name] for rank in ranks)
-        print(
-            f"{name}: shared weight {first.weight[-1]:.4f} on rank 0, {second.weight[-1]:.4f} on "
-            f"rank 1; loss scale {first.scale[-1]:g} and {second.scale[-1]:g}"
-        )
+        weights = f"{first.weight[-1]:.4f} on rank 0, {second.weight[-1]:.4f} on rank 1"
+        scales = f"{first.scale[-1]:g} and {second.scale[-1]:g}"
+        print(f"{name}: shared weight {weights}; loss scale {scales}")
     draw(ranks, path)
 
 

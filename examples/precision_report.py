@@ -15,7 +15,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from distamp import autocast, precision_report
 
-WIDTH, LAYERS, HEADS, BLOCK = 128, 4, 4, 128
+WIDTH = 128
+LAYERS = 4
+HEADS = 4
+BLOCK = 128
 
 
 class Block(nn.Module):
@@ -36,7 +39,8 @@ class Block(nn.Module):
         key = key.unflatten(-1, (HEADS, -1)).transpose(1, 2)
         value = value.unflatten(-1, (HEADS, -1)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        merged_heads = attended.transpose(1, 2).flatten(2)
+        x = x + self.proj(merged_heads)
         hidden = F.gelu(self.up(self.ln2(x)))
         return x + self.down(hidden)
 
@@ -64,9 +68,13 @@ def mistaken() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     """Return the arguments of preflight: a model, its input, and a loss that fails in fp16."""
 
     def loss_fn(scores: Tensor) -> Tensor:
-        return F.binary_cross_entropy(scores.sigmoid(), torch.zeros_like(scores))
+        probabilities = scores.sigmoid()
+        targets = torch.zeros_like(scores)
+        return F.binary_cross_entropy(probabilities, targets)
 
-    return nn.Linear(32, 10), torch.zeros(8, 32), loss_fn
+    model = nn.Linear(32, 10)
+    inputs = torch.zeros(8, 32)
+    return model, inputs, loss_fn
 
 
 def loaded_in_bf16() -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
@@ -95,7 +103,8 @@ def main() -> None:
         with autocast("cpu", dtype=torch.bfloat16):
             for _ in range(2):
                 logits = model(inputs)
-                losses.append(F.cross_entropy(logits.flatten(0, -2), targets.flatten()))
+                loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+                losses.append(loss)
         torch.stack(losses).sum().backward()
     optimizer.step()
     report.device = "cpu, bfloat16"
