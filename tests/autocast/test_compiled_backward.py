@@ -23,14 +23,17 @@ from tests.quick_cases import quick_cases
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore")]
 # The name distamp.autocast is the class in the package.
 compiled_backward = importlib.import_module("distamp.autocast.compiled_backward")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-X = torch.ones(1, 4) * (1 + 1 / 300)  # bfloat16 rounds it to 1
+# bfloat16 rounds it to 1.
+FACTOR = 1 + 1 / 300
+X = torch.ones(1, 4) * FACTOR
 SETTING = "same_as_forward"
 
 
 class Inner(nn.Module):
-    """A linear layer in a region that forward enters, found or made."""
+    """A linear layer in a region that forward enters."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__()
@@ -42,11 +45,16 @@ class Inner(nn.Module):
             return self.linear(x.float())
 
 
-#: The dtype of the region around, and a module that computes in another one inside it.
+def pinned_linear(precision: str) -> nn.Module:
+    """Return a linear layer with a pinned precision."""
+    return set_module_precision(nn.Linear(4, 4), precision)
+
+
+#: The dtype of the outer region, and a module that computes in another dtype inside it.
 MODULES: dict[str, tuple[torch.dtype, Callable[[], nn.Module]]] = {
-    "fp32 pin in bf16": (BF16, lambda: set_module_precision(nn.Linear(4, 4), "fp32")),
-    "fp32 pin in fp16": (FP16, lambda: set_module_precision(nn.Linear(4, 4), "fp32")),
-    "bf16 pin in fp16": (FP16, lambda: set_module_precision(nn.Linear(4, 4), "bf16")),
+    "fp32 pin in bf16": (BF16, lambda: pinned_linear("fp32")),
+    "fp32 pin in fp16": (FP16, lambda: pinned_linear("fp32")),
+    "bf16 pin in fp16": (FP16, lambda: pinned_linear("bf16")),
     "region off in bf16": (BF16, lambda: Inner(enabled=False)),
     "region off in fp16": (FP16, lambda: Inner(enabled=False)),
     "bf16 region in fp16": (FP16, lambda: Inner(BF16)),
@@ -54,8 +62,15 @@ MODULES: dict[str, tuple[torch.dtype, Callable[[], nn.Module]]] = {
 
 
 def net(name: str) -> nn.Sequential:
+    """Return three layers. The second one is the module of this name."""
+    _, make_module = MODULES[name]
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), MODULES[name][1](), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(4, 4), make_module(), nn.Linear(4, 1))
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """Return a loss with a gradient that bfloat16 would round."""
+    return (out.float() * FACTOR).sum()
 
 
 def gradients(
@@ -64,8 +79,12 @@ def gradients(
     """Return the gradients of the module inside, for a loss as large as a loss scale makes it."""
     with region:
         out = call(X)
-    (out.float() * (1 + 1 / 300) * 2.0**15).sum().backward()
-    return torch.cat([p.grad.double().flatten() for p in model[1].parameters()])  # type: ignore[union-attr]
+    loss = loss_of(out) * 2.0**15
+    loss.backward()
+    grads = []
+    for param in model[1].parameters():
+        grads.append(param.grad.double().flatten())  # type: ignore[union-attr]
+    return torch.cat(grads)
 
 
 def compile_model(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
@@ -79,14 +98,27 @@ def by_block(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
     return model
 
 
+def compile_function(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
+    """Compile a function that calls the model."""
+
+    def function(x: Tensor) -> Tensor:
+        output: Tensor = model(x) * 1
+        return output
+
+    return torch.compile(function, backend=backend)
+
+
+def wrap_model(model: nn.Sequential, backend: str) -> Callable[[Tensor], Tensor]:
+    """Return the module in which ``torch.compile`` wraps the model."""
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
 #: A way to compile a model.
 WAYS: dict[str, Callable[[nn.Sequential, str], Callable[[Tensor], Tensor]]] = {
     "model.compile()": compile_model,
     "blocks": by_block,
-    "a function around": lambda model, backend: torch.compile(
-        lambda x: model(x) * 1, backend=backend
-    ),
-    "torch.compile(model)": lambda model, backend: torch.compile(model, backend=backend),
+    "a function around": compile_function,
+    "torch.compile(model)": wrap_model,
 }
 
 
@@ -106,8 +138,9 @@ QUICK_CASES = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "way"), quick_cases(CASES, QUICK_CASES))
 def test_a_compiled_backward_is_the_eager_one(name, way, backend):
-    dtype = MODULES[name][0]
-    eager, compiled = net(name), net(name)
+    dtype, _ = MODULES[name]
+    eager = net(name)
+    compiled = net(name)
     expected = gradients(eager, eager, torch.autocast("cpu", dtype))
     # Every worker imports this file, so a test imports the compiler, which takes long.
     from torch._inductor import config as inductor_config
@@ -128,10 +161,13 @@ def test_a_pinned_head_has_the_gradient_of_float64():
     head.compile(backend="aot_eager")
     with autocast("cpu"):
         out = head(X)
-    (out * (1 + 1 / 300)).sum().backward()
-    (exact(X.double()) * (1 + 1 / 300)).sum().backward()
-    for param, reference in zip(head.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.double(), reference.grad, rtol=1e-6, atol=0)  # type: ignore[union-attr]
+    assert out.dtype is torch.float32
+    loss_of(out).backward()
+    exact_loss = (exact(X.double()) * FACTOR).sum()
+    exact_loss.backward()
+    for param, exact_param in zip(head.parameters(), exact.parameters(), strict=True):
+        grad = param.grad.double()  # type: ignore[union-attr]
+        torch.testing.assert_close(grad, exact_param.grad, rtol=1e-6, atol=0)
 
 
 def in_thread(run: Callable[[], Tensor]) -> Tensor:
@@ -172,7 +208,7 @@ def test_it_holds_in_whatever_carries_the_region(around):
         if compile_it:
             model.compile(backend="aot_eager")
         out = around(lambda model=model: model(X))
-        (out.float() * (1 + 1 / 300)).sum().backward()
+        loss_of(out).backward()
         outcomes.append([param.grad for param in model.parameters()])
     torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)
 
@@ -187,7 +223,7 @@ def test_a_graph_break_inside_a_compiled_region_changes_nothing():
     outcomes = []
     for run in (torch.compile(step, backend="aot_eager"), step):
         model = net("fp32 pin in bf16")
-        (run(model, X).float() * (1 + 1 / 300)).sum().backward()
+        loss_of(run(model, X)).backward()
         outcomes.append([param.grad for param in model.parameters()])
     torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)
 
@@ -206,7 +242,7 @@ def norm_of_a_step(way: str, layout: str, level: str, pin: str) -> float:
     call = torch.compile(amp.model, backend="aot_eager") if way == "model" else amp.model
     with amp.autocast():
         out = call(X)
-    amp.backward((out.float() * (1 + 1 / 300)).sum())
+    amp.backward(loss_of(out))
     norm = amp.clip_grad_norm_(1e9).item()
     assert amp.step()
     return norm
@@ -254,7 +290,8 @@ def test_torchs_setting_is_changed_in_a_region_and_restored():
     assert config.backward_pass_autocast == SETTING
     with autocast("cpu", enabled=False):
         assert config.backward_pass_autocast == SETTING
-    outer, inner = autocast("cpu"), autocast("cpu", FP16)
+    outer = autocast("cpu")
+    inner = autocast("cpu", FP16)
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)  # out of order
@@ -283,7 +320,8 @@ class Block(nn.Module):
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(4, 4), head
+        self.body = nn.Linear(4, 4)
+        self.head = head
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.body(x))
@@ -339,12 +377,12 @@ def test_a_region_of_torchs_own_class_warns_once_and_names_the_module(head, patt
 
 @pytest.mark.usefixtures("none_warned")
 def test_there_is_no_warning_where_the_precision_is_right():
-    head = set_module_precision(nn.Linear(4, 4), "fp32")
+    head = pinned_linear("fp32")
     with torch.no_grad():
         assert warned(head, torch.autocast("cpu"), 1) == []
     with config.patch(backward_pass_autocast="off"):
         assert warned(head, torch.autocast("cpu"), 1) == []
-    half_precision_head = set_module_precision(nn.Linear(4, 4), "bf16")
+    half_precision_head = pinned_linear("bf16")
     assert warned(half_precision_head, torch.autocast("cpu"), 1) == []
     assert warned(head, autocast("cpu"), 1) == []
     assert warned(head, autocast("cpu", enabled=False), 1) == []
@@ -353,6 +391,6 @@ def test_there_is_no_warning_where_the_precision_is_right():
 @pytest.mark.usefixtures("none_warned")
 def test_a_torch_without_the_setting_warns_in_every_region(monkeypatch):
     monkeypatch.setattr(compiled_backward, "_NAME", "a_setting_torch_has_not")
-    (message,) = warned(set_module_precision(nn.Linear(4, 4), "fp32"), autocast("cpu"))
+    (message,) = warned(pinned_linear("fp32"), autocast("cpu"))
     assert f"torch {torch.__version__} has no setting for that" in message
     assert "Linear 'head'" in message
