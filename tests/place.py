@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["device_type", "here"]
+__all__ = ["device_type", "rank_device"]
 
 
 def device_type() -> str:
@@ -10,7 +10,7 @@ def device_type() -> str:
     return "sim" if hasattr(torch, "sim") else "cpu"
 
 
-def here() -> torch.device:
+def rank_device() -> torch.device:
     """This rank's device."""
     if device_type() == "cpu":
         return torch.device("cpu")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distamp import comm_hooks
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import mesh
 
 __all__ = [
@@ -89,13 +89,13 @@ def wrapped(
 
 def spread(wrapper: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
     """Return an mlp in a wrapper, and the arguments that ``register_comm_hook`` needs for it."""
-    net = mlp(*WIDTHS).to(here())
+    net = mlp(*WIDTHS).to(rank_device())
     size = dist.get_world_size()
     if wrapper == "DDP":
         settings = {"bucket_cap_mb": 0.01, **settings}
         return DistributedDataParallel(net, **settings), {}
     if wrapper == "FSDP1":
-        return FullyShardedDataParallel(net, device_id=here(), **settings), {}
+        return FullyShardedDataParallel(net, device_id=rank_device(), **settings), {}
     if wrapper == "FSDP2":
         return fully_shard(net, mesh=mesh((size,), ("shard",)), **settings), {}
     # Two replicas of half of the ranks each: rank 2 of 4 is in the groups of ranks 3 and 0.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distamp import DistGradScaler, StepGuard
 from distamp.errors import RankMismatchError
 from tests.on_ranks import on_ranks
-from tests.place import device_type, here
+from tests.place import device_type, rank_device
 from tests.quick_cases import quick_cases
 from tests.simulated.pools import SCHEDULES
 
@@ -163,7 +163,7 @@ class Comparison:
             self.reference.append(kind(self.reference_params[index]))
         self.guard = self.rng.choice(GUARDS)()
         self.guard.register_optimizers(*self.optimizers)
-        self.guard.scale(torch.ones((), device=here()))
+        self.guard.scale(torch.ones((), device=rank_device()))
         self.scale = self.guard.get_scale()
         # For each optimizer the steps that were taken, skipped, and skipped for their norm.
         self.counts = [[0, 0, 0] for _ in kinds]
@@ -175,7 +175,7 @@ class Comparison:
         return [self.rng.randint(1, 5) for _ in range(number)]
 
     def draw_param(self, size: int) -> nn.Parameter:
-        return nn.Parameter(torch.randn(size, dtype=self.dtype).to(here()))
+        return nn.Parameter(torch.randn(size, dtype=self.dtype).to(rank_device()))
 
     def run(self) -> None:
         """Make the iterations; end after an iteration in which a rank is ahead."""
@@ -199,15 +199,15 @@ class Comparison:
             param.grad = None
             reference_param.grad = None
             if grad is not None:
-                param.grad = grad.to(here()) * self.scale
-                reference_param.grad = grad.to(here(), copy=True)
+                param.grad = grad.to(rank_device()) * self.scale
+                reference_param.grad = grad.to(rank_device(), copy=True)
 
     def call_guard(self, call: str, max_norm: float) -> None:
         """Unscale and step all optimizers."""
         shard_group_fn = (lambda param: True) if self.is_sharded else None
         limit: Any = SKIP_NORM_ABOVE
         if not max_norm:
-            limit = torch.full((), SKIP_NORM_ABOVE, device=here())
+            limit = torch.full((), SKIP_NORM_ABOVE, device=rank_device())
         limits: dict[str, Any] = {
             "max_norm": max_norm,
             "skip_norm_above": limit,

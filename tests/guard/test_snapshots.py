@@ -29,7 +29,7 @@ from distamp.guard import Snapshots
 from distamp.guard.snapshot_state import HostCopies
 from tests.guard.snapshot_runs import Iteration, Program, differences, drawn
 from tests.on_ranks import on_devices, on_ranks
-from tests.place import here
+from tests.place import rank_device
 from tests.quick_cases import quick_cases
 from tests.ranks import logged
 from tests.scaler.steps import INF, cpu_scaler, iteration, sgd
@@ -126,7 +126,7 @@ def test_random_programs_are_bit_identical(ranks):
 
 def trained(lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer, StepGuard]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)).to(here())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)).to(rank_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     return model, optimizer, StepGuard(named_parameters=model.named_parameters())
 
@@ -134,7 +134,7 @@ def trained(lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer, StepGuar
 def train(model: nn.Module, optimizer: Any, guard: Any, batch: int = 0) -> None:
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(batch)
-    model(torch.randn(4, 8, generator=generator).to(here())).square().mean().backward()
+    model(torch.randn(4, 8, generator=generator).to(rank_device())).square().mean().backward()
     guard.step(optimizer)
     guard.update()
 
@@ -758,7 +758,7 @@ def test_a_run_on_a_device_that_went_back_is_bit_identical(kind, fused):
         def iterate(batch: int, factor: float = 1.0) -> None:
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(batch)
-            inputs = torch.randn(4, 8, generator=generator).to(here())
+            inputs = torch.randn(4, 8, generator=generator).to(rank_device())
             guard.scale(model(inputs * factor).square().mean()).backward()
             guard.step(optimizer)
             guard.update()
@@ -817,7 +817,7 @@ def test_a_rank_that_reads_a_reply_before_a_rewind_does_not_wait_for_the_others(
 @on_devices(1)
 def test_copies_of_tensors_on_a_device_are_pinned():
     copies = HostCopies()
-    copies.add([torch.ones(3, device=here()), torch.ones(3)])
+    copies.add([torch.ones(3, device=rank_device()), torch.ones(3)])
     copies.allocate(None)
     assert [saved.values.is_pinned() for saved in copies.tensors] == [True, False]
 
@@ -827,6 +827,6 @@ def test_generators_of_devices_go_back():
     model, optimizer, guard = trained()
     snapshots = Snapshots(model, optimizer, guard)
     snapshots.record()
-    first = torch.rand(3, device=here()).cpu()
+    first = torch.rand(3, device=rank_device()).cpu()
     snapshots.rewind()
-    assert torch.equal(torch.rand(3, device=here()).cpu(), first)
+    assert torch.equal(torch.rand(3, device=rank_device()).cpu(), first)

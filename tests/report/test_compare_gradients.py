@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distamp.errors import CallOrderError, ConfigError, DistampError
 from distamp.report import compare_gradients
 from tests.on_ranks import on_devices, on_ranks
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import mesh
 from tests.report.gradient_plants import (
     PLANTS,
@@ -397,7 +397,7 @@ def test_a_step_that_raises_on_one_rank_raises_on_every_rank():
 @on_devices(2)
 def test_gradients_on_devices_match():
     mesh((2,), ("dp",))
-    device = here()
+    device = rank_device()
     model = DistributedDataParallel(Net(attends=False).to(device))
     reference = other_weights(Net(attends=False).to(device))
     tokens, targets = (tensor.to(device) for tensor in tokens_and_targets())

@@ -22,7 +22,7 @@ from distamp.errors import CallOrderError
 from distamp.report import StepReplay
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import RankPool, logged, mesh
 from tests.report.plants_nonfinite import FAULTS, Fault
 from tests.report.setups import parallel
@@ -614,7 +614,7 @@ def test_a_skipped_step_whose_compiled_run_is_finite_again_is_unseen(fresh_dynam
 
 def find_origins_on_device() -> list[Any]:
     """Return the origins of a finite step, of a log and of a root on the device of this rank."""
-    device = here()
+    device = rank_device()
     microbatches = make_microbatches().to(device)
     origins = []
     for fault in (None, log, root_of_0):

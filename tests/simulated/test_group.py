@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.on_ranks import on_devices
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import RankError
 
 SCHEDULES = [("late", 0), ("late_others", 0), ("random", 1)]
@@ -25,10 +25,10 @@ class _Tensors:
     def values(self, count: int) -> Tensor:
         """Return values that differ between ranks."""
         numbers = torch.arange(count) + 3 * self.rank
-        return numbers.to(here(), self.dtype)
+        return numbers.to(rank_device(), self.dtype)
 
     def zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=self.dtype, device=here())
+        return torch.zeros(count, dtype=self.dtype, device=rank_device())
 
 
 def all_reduce_sum(tensors: _Tensors) -> Any:

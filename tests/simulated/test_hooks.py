@@ -15,7 +15,7 @@ from distamp.comm_hooks import register_comm_hook
 from distamp.comm_hooks.formats import Fp16Blocks
 from tests.comm_hooks.training import WIDTHS, spread
 from tests.on_ranks import on_devices
-from tests.place import device_type, here
+from tests.place import device_type, rank_device
 from tests.ranks import RankPool, mesh
 from tests.simulated.pools import SimPool
 
@@ -38,7 +38,7 @@ def _train(layout: str, wire: str, attach: bool, ranks_per_host: int, kind: str)
     losses, taken = [], []
     for step in range(6):
         x = torch.randn(8, WIDTHS[0], generator=generator)
-        loss = model(x.to(here())).square().mean()
+        loss = model(x.to(rank_device())).square().mean()
         overflows = step == 2 and dist.get_rank() == 1
         factor = float("inf") if overflows else 1.0
         scaler.scale(loss * factor).backward()
@@ -96,13 +96,13 @@ def test_fsdp2_with_bf16_on_two_hosts_has_the_result_of_the_cpu(sim_ranks, ranks
 
 def _bucket_on_a_stream() -> list[Tensor]:
     """Return gradients that the user's stream computed and a hook averaged."""
-    side = torch.Stream(here())
-    layer = nn.Linear(64, 64).to(here())
+    side = torch.Stream(rank_device())
+    layer = nn.Linear(64, 64).to(rank_device())
     model = DistributedDataParallel(layer)
     register_comm_hook(model, "fp16")
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        x = torch.full((2, 64), 1.0 + dist.get_rank(), device=here())
+        x = torch.full((2, 64), 1.0 + dist.get_rank(), device=rank_device())
         for _ in range(3):
             model.zero_grad()
             model(x).sum().backward()
@@ -128,7 +128,7 @@ def _roots() -> float:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # There are more blocks than lanes.
-    blocks = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(6)).to(here())
+    blocks = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(6)).to(rank_device())
     for block in blocks:
         fully_shard(block, mesh=mesh((size,), ("shard",)))
     # With two hosts a rank reads the sum of its host again when it adds the sums of all hosts.
@@ -139,7 +139,7 @@ def _roots() -> float:
         draw = torch.Generator().manual_seed(step)
         inputs = torch.randn(size, 4, 300, generator=draw)
         # Without a gradient of the input, FSDP2 reduces all roots at the end, one after another.
-        x = inputs[rank].to(here()).requires_grad_()
+        x = inputs[rank].to(rank_device()).requires_grad_()
         # No block waits for another.
         losses = [factor * block(x).sum() for factor, block in enumerate(blocks, 1)]
         torch.stack(losses).sum().backward()
@@ -161,8 +161,8 @@ def test_roots_never_share_a_buffer_in_flight(sim_ranks):
 
 @on_devices(2)
 def test_a_failure_stays_on_every_lane_of_a_device():
-    model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
-    state, bucket = register_comm_hook(model, "fp16"), torch.ones(4096, device=here())
+    model = DistributedDataParallel(nn.Linear(8, 8).to(rank_device()))
+    state, bucket = register_comm_hook(model, "fp16"), torch.ones(4096, device=rank_device())
     failing = patch.object(Fp16Blocks, "encode", side_effect=RuntimeError("out of memory"))
     with failing, pytest.raises(RuntimeError, match="out of memory"):
         state.all_reduce_mean(bucket)
@@ -177,15 +177,15 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
     """The bucket drops out after that step, and the following step is taken."""
     from tests.simulated.device import refuse
 
-    parameters = {name: nn.Parameter(torch.zeros(4096, device=here())) for name in "ab"}
-    hook = register_comm_hook(DistributedDataParallel(nn.Linear(8, 8).to(here())), "int8")
+    parameters = {name: nn.Parameter(torch.zeros(4096, device=rank_device())) for name in "ab"}
+    hook = register_comm_hook(DistributedDataParallel(nn.Linear(8, 8).to(rank_device())), "int8")
     hook.name_parameters(parameters.items())
 
     def step(names: str, found_inf: float) -> None:
         for name in names:
-            bucket = torch.linspace(-1.0, 1.0, 4096, device=here())
+            bucket = torch.linspace(-1.0, 1.0, 4096, device=rank_device())
             hook.all_reduce_mean(bucket, [parameters[name]]).wait()
-        flag = torch.full((), found_inf, device=here())
+        flag = torch.full((), found_inf, device=rank_device())
         with refuse():
             hook.on_step(None, flag)
             hook.on_update()
@@ -210,9 +210,9 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
 def test_a_bucket_waits_for_nothing(wire, ranks_per_host):
     from tests.simulated.device import refuse
 
-    bucket = torch.ones(1 << 16, device=here())
+    bucket = torch.ones(1 << 16, device=rank_device())
     parameters = [nn.Parameter(bucket)]
-    model = DistributedDataParallel(nn.Linear(8, 8).to(here()))
+    model = DistributedDataParallel(nn.Linear(8, 8).to(rank_device()))
     state = register_comm_hook(model, wire, ranks_per_host=ranks_per_host)
     # Each lane allocates its memory in its first call.
     for _ in range(2):

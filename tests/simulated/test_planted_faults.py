@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import RankError
 
 LATE, OTHERS = "late", "late_others"
@@ -52,19 +52,19 @@ def missing_record_stream(fault: bool) -> float:
 def future_without_its_device(fault: bool) -> float:
     """Return a future without a device from a hook, so that DDP reads the bucket too early."""
     rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Linear(4, 1, bias=False).to(here()))
-    side = torch.Stream(here())
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False).to(rank_device()))
+    side = torch.Stream(rank_device())
 
     def hook(_, bucket):
         side.wait_stream(torch.accelerator.current_stream())
-        future = torch.futures.Future(devices=None if fault else [here()])
+        future = torch.futures.Future(devices=None if fault else [rank_device()])
         with side:
             dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG)
             future.set_result(bucket.buffer())
         return future
 
     model.register_comm_hook(None, hook)
-    model(torch.full((1, 4), 1.0 + rank, device=here())).sum().backward()
+    model(torch.full((1, 4), 1.0 + rank, device=rank_device())).sum().backward()
     return model.module.weight.grad.mean().item()
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distamp import DistGradScaler, StepGuard, device_utils
-from tests.place import here
+from tests.place import rank_device
 from tests.scaler.matrix.cells import cells, chains, sample
 from tests.scaler.matrix.drawn import hold, programs
 from tests.scaler.steps import INF
@@ -161,18 +161,18 @@ def _skips_without_host_syncs(by: str, in_group: bool, with_norm: bool) -> int:
     """
     from tests.simulated.device import ALL_SYNCS, refuse
 
-    model: nn.Module = nn.Linear(8, 4).to(here())
+    model: nn.Module = nn.Linear(8, 4).to(rank_device())
     if in_group:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = StepGuard() if by == "guard" else DistGradScaler("sim", init_scale=64.0)
-    x = torch.ones(2, 8, device=here())
+    x = torch.ones(2, 8, device=rank_device())
     # DDP itself reads on the host when it puts its buckets in order, in the second step.
-    factors = [torch.full((), f, device=here()) for f in (1.0, 1.0, 1.0, INF, 1.0)]
+    factors = [torch.full((), f, device=rank_device()) for f in (1.0, 1.0, 1.0, INF, 1.0)]
     limits: dict[str, Any] = {}
     if with_norm:
         limits["max_norm"] = 0.5
-        limits["skip_norm_above"] = torch.full((), 1e6, device=here())
+        limits["skip_norm_above"] = torch.full((), 1e6, device=rank_device())
     refused = set(ALL_SYNCS)
     if in_group:
         refused.remove("event")

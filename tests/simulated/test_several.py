@@ -19,7 +19,7 @@ from distamp.errors import CallOrderError, RankMismatchError
 from distamp.masters import MasterParameters
 from distamp.precision_level import LEVELS
 from tests.on_ranks import on_devices
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import logged, mesh
 from tests.scaler.steps import INF, NAN, error_of
 from tests.simulated.pools import SCHEDULES, SimPool, under_schedules
@@ -283,7 +283,7 @@ def level(name: str) -> Any:
     The third step overflows on rank 1 if the level scales its losses.
     """
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-    net = distamp.cast_model(net.to(here()), name)
+    net = distamp.cast_model(net.to(rank_device()), name)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     amp = distamp.initialize(model, optimizer, name)
@@ -291,7 +291,7 @@ def level(name: str) -> Any:
     for step in range(6):
         amp.zero_grad()
         x = torch.linspace(-1, 1, 128).view(8, 16) + step
-        x = x.to(here())
+        x = x.to(rank_device())
         with amp.autocast():
             out = amp.model(x).float()
             loss = out.square().mean()
@@ -330,13 +330,13 @@ def test_a_level_trains_as_on_the_cpu(sim2, ranks2, name, schedule, seed):
 @pytest.mark.parametrize(("level", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
     """One step where parameters rest on the CPU and compute on the device."""
-    net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(here())
+    net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(rank_device())
     policy = CPUOffloadPolicy(pin_memory=False)
     model = fully_shard(net, mesh=mesh((2,), ("shard",)), offload_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"init_scale": 64.0} if level == "fp16" else {}
     amp = distamp.initialize(model, optimizer, level, **settings)
-    x = torch.full((2, 8), 2.0 + dist.get_rank(), device=here())
+    x = torch.full((2, 8), 2.0 + dist.get_rank(), device=rank_device())
     with amp.autocast():
         out = amp.model(x)
     loss = out.float().square().mean()
@@ -377,7 +377,7 @@ def test_each_bad_rank_logs_its_own_skip(fused):
 
 @on_devices(2)
 def test_ranks_that_ended_join_with_different_optimizer_states_raise():
-    model = DistributedDataParallel(nn.Linear(4, 2, device=here()))
+    model = DistributedDataParallel(nn.Linear(4, 2, device=rank_device()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     guard = StepGuard()
 
@@ -385,7 +385,7 @@ def test_ranks_that_ended_join_with_different_optimizer_states_raise():
         with Join([model, guard]):
             for _ in range(1 + 2 * dist.get_rank()):
                 optimizer.zero_grad()
-                inputs = torch.ones(1, 4, device=here())
+                inputs = torch.ones(1, 4, device=rank_device())
                 model(inputs).sum().backward()
                 guard.step(optimizer)
                 guard.update()

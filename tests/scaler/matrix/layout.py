@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.place import here
+from tests.place import rank_device
 from tests.ranks import mesh
 from tests.scaler.matrix.reference import Kind, Net, Reference, batch, loss_of
 
@@ -73,7 +73,7 @@ class Layout:
         return Net(*self.widths)
 
     def place(self, net: nn.Module) -> nn.Module:
-        return net.to(here())
+        return net.to(rank_device())
 
     def wrap(self, net: nn.Module) -> nn.Module:
         return net
@@ -116,7 +116,7 @@ class Layout:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return a batch in the dtype and on the device of the model."""
-        return x.to(here(), torch.float32)
+        return x.to(rank_device(), torch.float32)
 
     def backward(self, scaler: Any, iteration: int, micro: int, factors: Sequence[float]) -> None:
         """Run forward and backward of each microbatch; factors multiply this rank's losses."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.place import device_type, here
+from tests.place import device_type, rank_device
 from tests.ranks import mesh, subgroup
 from tests.scaler.matrix.layout import (
     DDP,
@@ -68,7 +68,7 @@ class FSDP1(World):
     settings: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        settings = {"device_id": here(), **self.settings}
+        settings = {"device_id": rank_device(), **self.settings}
         for name in LAYERS:
             setattr(net, name, FullyShardedDataParallel(getattr(net, name), **settings))
         return FullyShardedDataParallel(net, **settings)
@@ -320,7 +320,7 @@ class Pipeline(World):
         self.layer = getattr(net, LAYERS[rank])
         activation = nn.Identity() if rank == WORLD - 1 else nn.Tanh()
         module = nn.Sequential(self.layer, activation)
-        self.stage = PipelineStage(module, rank, WORLD, here())
+        self.stage = PipelineStage(module, rank, WORLD, rank_device())
         return net
 
     def parts(self) -> list[list[nn.Parameter]]:
@@ -344,7 +344,7 @@ class Pipeline(World):
                 inputs = self.inputs(batch(iteration, step, 0))
                 schedule.step(inputs)
             elif rank == WORLD - 1:
-                target = torch.zeros(BATCH, self.widths[1], device=here())
+                target = torch.zeros(BATCH, self.widths[1], device=rank_device())
                 schedule.step(target=target)
             else:
                 schedule.step()
@@ -352,7 +352,7 @@ class Pipeline(World):
         is_torchs = type(scaler).__module__.startswith("torch.")
         if is_torchs and not has_loss:
             # torch's scalers assert if scale() was never called.
-            scaler.scale(torch.zeros((), device=here()))
+            scaler.scale(torch.zeros((), device=rank_device()))
 
     def full_parameters(self) -> dict[str, Tensor]:
         layer_name = LAYERS[self.rank]
@@ -418,7 +418,7 @@ class Parameters(Layout):
         return super().make_net().to(self.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        return x.to(here(), self.dtype)
+        return x.to(rank_device(), self.dtype)
 
 
 # torch's fused SGD on CPU leaves most elements of half-precision parameters unchanged.
