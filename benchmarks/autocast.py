@@ -27,7 +27,8 @@ from launch.model import GPT
 LOW = torch.bfloat16
 NEW_DISTAMP = "with autocast('cpu', dtype=LOW): pass"
 NEW_TORCH = "with torch.autocast('cpu', dtype=LOW): pass"
-REUSED_DISTAMP, REUSED_TORCH = "with distamp_region: pass", "with torch_region: pass"
+REUSED_DISTAMP = "with distamp_region: pass"
+REUSED_TORCH = "with torch_region: pass"
 # The names of the comparisons, with a statement of distamp and the statement of its peer.
 REGIONS = (
     ("enter and leave, a new object each time", NEW_DISTAMP, NEW_TORCH),
@@ -43,9 +44,12 @@ REGIONS = (
     ("apply and restore, compared with it", "with state.apply(): pass", NEW_TORCH),
 )
 # Calls in each timed run of a statement.
-STATEMENT_CALLS, OP_CALLS = 2000, 60
-FULL, BIAS = torch.randn(4, 4), torch.randn(4)
-IMAGE, KERNEL = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 2, 2)
+STATEMENT_CALLS = 2000
+OP_CALLS = 60
+FULL = torch.randn(4, 4)
+BIAS = torch.randn(4)
+IMAGE = torch.randn(1, 1, 4, 4)
+KERNEL = torch.randn(1, 1, 2, 2)
 OPS: dict[str, Callable[[], Tensor]] = {
     "linear": lambda: F.linear(FULL, FULL, BIAS),
     "mm": lambda: torch.mm(FULL, FULL),
@@ -63,7 +67,8 @@ def time_ops(rounds: int) -> None:
     on = autocast("cpu")
     rows = []
     for name, call in OPS.items():
-        rows.append([name, *least_times([off, on], call, rounds)])
+        times = least_times([off, on], call, rounds)
+        rows.append([name, *times])
     listing = autocast("cpu", ops=OpLists(fp32=OPS))
     for row, call in zip(rows, OPS.values(), strict=True):
         row += least_times([listing, on, off], call, rounds)
@@ -78,39 +83,44 @@ def least_times(regions: Sequence[autocast], call: Callable[[], object], rounds:
         for region, region_times in zip(regions, times, strict=True):
             with region:
                 seconds = timeit.timeit(call, number=OP_CALLS)
-            region_times.append(seconds / OP_CALLS * 1e6)
+            microseconds = seconds / OP_CALLS * 1e6
+            region_times.append(microseconds)
     return [f"{min(region_times):.2f}" for region_times in times]
 
 
 def time_regions(rounds: int) -> None:
     """Compare the time to enter and leave regions."""
-    names: dict[str, Any] = {
-        **globals(),
-        "distamp_region": autocast("cpu", dtype=LOW),
-        "torch_region": torch.autocast("cpu", dtype=LOW),
-        "listing_region": autocast("cpu", dtype=LOW, ops=OpLists(fp32={"softmax"})),
-        "distamp_function": autocast("cpu", dtype=LOW)(int),
-        "torch_function": torch.autocast("cpu", dtype=LOW)(int),
-    }
-    with names["distamp_region"]:
-        names["state"] = AutocastState.capture()
+    distamp_region = autocast("cpu", dtype=LOW)
+    torch_region = torch.autocast("cpu", dtype=LOW)
+    op_lists = OpLists(fp32={"softmax"})
+    with distamp_region:
+        state = AutocastState.capture()
+    # The names that the statements use.
+    names: dict[str, Any] = dict(globals())
+    names["distamp_region"] = distamp_region
+    names["torch_region"] = torch_region
+    names["listing_region"] = autocast("cpu", dtype=LOW, ops=op_lists)
+    names["distamp_function"] = autocast("cpu", dtype=LOW)(int)
+    names["torch_function"] = torch.autocast("cpu", dtype=LOW)(int)
+    names["state"] = state
     rows = []
     for name, statement, peer_statement in REGIONS:
-        timers = {
-            "distamp": timeit.Timer(statement, globals=names),
-            "peer": timeit.Timer(peer_statement, globals=names),
+        contenders = {
+            "distamp": make_run(statement, names),
+            "peer": make_run(peer_statement, names),
         }
-        contenders = {side: make_run(timer) for side, timer in timers.items()}
         times = interleave(contenders, rounds, clock=time.thread_time)
-        row = [name]
-        row += [format_median(side, 1e6 / STATEMENT_CALLS) for side in times.values()]
-        row.append(format_ratio(times["distamp"], times["peer"]))
-        rows.append(row)
+        microseconds = 1e6 / STATEMENT_CALLS
+        distamp_median = format_median(times["distamp"], microseconds)
+        peer_median = format_median(times["peer"], microseconds)
+        ratio = format_ratio(times["distamp"], times["peer"])
+        rows.append([name, distamp_median, peer_median, ratio])
     print_table(["", "distamp, us", "peer, us", "ratio [quartiles]"], rows)
 
 
-def make_run(timer: timeit.Timer) -> Callable[[], object]:
+def make_run(statement: str, names: dict[str, Any]) -> Callable[[], object]:
     """Return a function that runs a statement many times."""
+    timer = timeit.Timer(statement, globals=names)
     return lambda: timer.timeit(STATEMENT_CALLS)
 
 
@@ -124,7 +134,9 @@ def time_report(rounds: int) -> None:
 
     def step(context: AbstractContextManager[Any]) -> Any:
         with context as entered, autocast("cpu", dtype=LOW):
-            model(tokens).float().square().mean().backward()
+            logits = model(tokens)
+            loss = logits.float().square().mean()
+            loss.backward()
         return entered
 
     num_kernels = step(precision_report(model)).calls
@@ -136,8 +148,9 @@ def time_report(rounds: int) -> None:
     times = interleave(steps, rounds)
     rows = []
     for name, seconds in times.items():
+        median = format_median(seconds, 1e6 / num_kernels)
         ratio = format_ratio(times["the report"], seconds)
-        rows.append([name, format_median(seconds, 1e6 / num_kernels), ratio])
+        rows.append([name, median, ratio])
     print_table(["a step under", "us for each kernel", "ratio of the report to it"], rows)
 
 

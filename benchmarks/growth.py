@@ -19,18 +19,22 @@ Rows = Iterator[list[str]]
 
 ELEMENTS = 16
 # Widths of the layers of a model with many small tensors, and of a model with many bytes.
-NARROW, WIDE = 16, 1024
+NARROW = 16
+WIDE = 1024
+PARAMETER_COUNTS = (10, 100, 1_000, 10_000)
 FORMATS = ("fp16", "int8")
 
 
 def parameters() -> Rows:
     """The round with increasing numbers of parameters."""
-    return _measure_rounds([1], [(count, 1) for count in (10, 100, 1_000, 10_000)])
+    sizes = [(count, 1) for count in PARAMETER_COUNTS]
+    return _measure_rounds([1], sizes)
 
 
 def optimizers() -> Rows:
     """The round with increasing numbers of optimizers: one `step_all`, and torch's loop."""
-    return _measure_rounds([1, 2], [(640, count) for count in (1, 4, 16, 64)])
+    sizes = [(640, count) for count in (1, 4, 16, 64)]
+    return _measure_rounds([1, 2], sizes)
 
 
 def ranks() -> Rows:
@@ -51,8 +55,9 @@ def _measure_rounds(world_sizes: Sequence[int], sizes: Sequence[tuple[int, int]]
 
 def tensors() -> Rows:
     """A step with increasing numbers of parameters, on two ranks. Bytes of a rank, of fp32's."""
-    for count in (10, 100, 1_000, 10_000):
-        yield _measure_step(f"{count:,} parameters", 2, NARROW, count // 2, None)
+    for count in PARAMETER_COUNTS:
+        layers = count // 2
+        yield _measure_step(f"{count:,} parameters", 2, NARROW, layers, None)
 
 
 def hosts() -> Rows:
@@ -62,7 +67,8 @@ def hosts() -> Rows:
     is only one host, as a fraction of an fp32 ring's.
     """
     for count in (1, 2, 3, 4):
-        yield _measure_step(f"{count} x 2", 2 * count, WIDE, 2, 2)
+        world_size = 2 * count
+        yield _measure_step(f"{count} x 2", world_size, WIDE, 2, 2)
 
 
 def _measure_step(
@@ -77,7 +83,8 @@ def _measure_step(
     for comm_format in FORMATS:
         row.append(format_ratio(times[comm_format], times[TORCH]))
     for comm_format in FORMATS:
-        row.append(f"{sent[comm_format] / sent[FP32]:.2f}")
+        ratio = sent[comm_format] / sent[FP32]
+        row.append(f"{ratio:.2f}")
     return row
 
 
@@ -103,8 +110,9 @@ def main(*, only: Sequence[str] = ()) -> None:
     for measure, header in TABLES.items():
         if only and measure.__name__ not in only:
             continue
+        heading = measure.__name__.capitalize()
         text = (measure.__doc__ or "").replace("\n    ", "\n").strip()
-        print_table(header, measure(), f"## {measure.__name__.capitalize()}\n\n{text}\n")
+        print_table(header, measure(), f"## {heading}\n\n{text}\n")
 
 
 if __name__ == "__main__":

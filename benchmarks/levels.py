@@ -57,7 +57,8 @@ SCALING: dict[str, Any] = {
     "init_scale": 2.0**12,
     "loss_scale": DynamicLossScale(growth_interval=100),
 }
-RESULTS, IMAGE = Path("docs/results/levels.json"), Path("docs/images/levels.png")
+RESULTS = Path("docs/results/levels.json")
+IMAGE = Path("docs/images/levels.png")
 
 Run = dict[str, Any]
 
@@ -101,7 +102,8 @@ def make_gpt_task(batch_size: int = 8) -> Task:
         return torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), eps=eps)
 
     stride = len(data.held_out) // 64
-    inputs, targets = default_collate([data.held_out[index * stride] for index in range(64)])
+    examples = [data.held_out[index * stride] for index in range(64)]
+    inputs, targets = default_collate(examples)
     return Task(make_model, make_adamw, make_batch, (inputs, targets))
 
 
@@ -113,7 +115,8 @@ def make_conv_net_task(batch_size: int = 32) -> Task:
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     targets = torch.tensor(digits.target, dtype=torch.long)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    held_out, training = order[:360], order[360:]
+    held_out = order[:360]
+    training = order[360:]
 
     def make_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed * 100_003 + step)
@@ -164,10 +167,12 @@ def train(name: str, level: str, seed: int, steps: int) -> Run:
     if level == SPLIT_MASTERS:
         options["master_weights"] = "split"
     model = cast_model(model, precision, **options)
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     if level in HOOKS:
         model = DistributedDataParallel(model)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
     optimizer = task.make_optimizer(list(model.parameters()), precision)
     if precision in ("fp16", "fp16-O2"):
         options.update(SCALING)
@@ -234,15 +239,21 @@ def measure_memory(amp: Amp, inputs: Tensor, targets: Tensor) -> dict[str, int]:
     # Masters have gradients from the clipping on.
     bytes_before_clipping = count_gradient_bytes()
     amp.clip_grad_norm_(1.0)
+    bytes_after_clipping = count_gradient_bytes()
     state_bytes = 0
     for state in optimizer.state.values():
         state_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    weight_bytes = sum(tensor.nbytes for tensor in (*weights, *amp.model.buffers()))
+    master_bytes = sum(masters.nbytes for masters in amp.masters)
+    activation_bytes = 0
+    for activation in activations.values():
+        activation_bytes += activation.untyped_storage().nbytes()
     return {
-        "weights": sum(tensor.nbytes for tensor in (*weights, *amp.model.buffers())),
-        "masters": sum(masters.nbytes for masters in amp.masters),
-        "gradients": max(bytes_before_clipping, count_gradient_bytes()),
+        "weights": weight_bytes,
+        "masters": master_bytes,
+        "gradients": max(bytes_before_clipping, bytes_after_clipping),
         "optimizer": state_bytes,
-        "activations": sum(tensor.untyped_storage().nbytes() for tensor in activations.values()),
+        "activations": activation_bytes,
     }
 
 
@@ -255,36 +266,39 @@ def select_runs(runs: Sequence[Run], task: str, level: str) -> list[Run]:
 def compare_with_fp32(runs: Sequence[Run], task: str, level: str) -> list[float]:
     """Return for each seed the difference between the loss at a level and at fp32 in per cent."""
     baseline = TWO_RANKS if level in HOOKS else "fp32"
-    pairs = zip(select_runs(runs, task, level), select_runs(runs, task, baseline), strict=False)
-    return [100 * (run["loss"] / fp32_run["loss"] - 1) for run, fp32_run in pairs]
+    level_runs = select_runs(runs, task, level)
+    fp32_runs = select_runs(runs, task, baseline)
+    differences = []
+    for run, fp32_run in zip(level_runs, fp32_runs, strict=False):
+        ratio = run["loss"] / fp32_run["loss"]
+        differences.append(100 * (ratio - 1))
+    return differences
 
 
 def print_tables(runs: Sequence[Run]) -> None:
     """Print the tables of losses and of memory."""
-    loss_rows, memory_rows = [], []
+    loss_rows = []
+    memory_rows = []
     for task, level in itertools.product(TASKS, LEVELS):
         differences = compare_with_fp32(runs, task, level)
         if not differences:
             continue
         selected = select_runs(runs, task, level)
         losses = [run["loss"] for run in selected]
+        mean_loss = statistics.mean(losses)
         spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-        low, high = min(differences), max(differences)
+        mean_difference = statistics.mean(differences)
+        low = min(differences)
+        high = max(differences)
         skipped = statistics.mean(run["skipped"] for run in selected)
-        loss_rows.append(
-            [
-                task,
-                level,
-                f"{statistics.mean(losses):.4f} ± {spread:.4f}",
-                f"{statistics.mean(differences):+.2f} % ({low:+.2f} to {high:+.2f})",
-                f"{skipped:.1f}",
-            ]
-        )
+        loss = f"{mean_loss:.4f} ± {spread:.4f}"
+        difference = f"{mean_difference:+.2f} % ({low:+.2f} to {high:+.2f})"
+        loss_rows.append([task, level, loss, difference, f"{skipped:.1f}"])
         if level in ONE_PROCESS:
             sizes = [f"{nbytes / 1024:,.0f}" for nbytes in selected[0]["memory"].values()]
             memory_rows.append([task, level, *sizes])
-    difference = "Difference from fp32 on the same ranks, seed by seed"
-    print_table(["Model", "Level", "Validation loss", difference, "Steps skipped"], loss_rows)
+    comparison = "Difference from fp32 on the same ranks, seed by seed"
+    print_table(["Model", "Level", "Validation loss", comparison, "Steps skipped"], loss_rows)
     kinds = ["Weights", "Masters", "Gradients", "Optimizer state", "Activations"]
     title = "KiB at one step, each tensor counted once."
     print_table(["Model", "Level", *kinds], memory_rows, title)

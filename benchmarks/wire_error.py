@@ -25,7 +25,8 @@ from benchmarks.common import print_table, run_command
 from distamp.comm_hooks import COMM_FORMATS
 from tests.ranks import RankPool
 
-LAYERS, SMALL = 24, 96
+LAYERS = 24
+SMALL = 96
 NAMES = (TORCH, *COMM_FORMATS)
 
 
@@ -55,8 +56,10 @@ class Averager:
     def __call__(self, gradients: Tensor) -> Tensor:
         """Return the mean in float64."""
         self.model.zero_grad()
-        self.model(gradients).backward()
-        return torch.cat([p.grad for p in self.model.parameters()]).double()
+        loss = self.model(gradients)
+        loss.backward()
+        grads = [param.grad for param in self.model.parameters()]
+        return torch.cat(grads).double()
 
 
 def draw_gradients(shape: tuple[int, ...], seed: int) -> list[Tensor]:
@@ -80,7 +83,9 @@ def relative_error(approximate: Tensor, exact: Tensor) -> float:
 def measure_means(scale: float, elements: int) -> list[tuple[str, str]]:
     """Return for each name the error of the mean, and of its worst layer with the count of inf."""
     sizes = scale * torch.logspace(-2, -8, LAYERS, dtype=torch.float64).unsqueeze(1)
-    gradients = [gradient.double() * sizes for gradient in draw_gradients((LAYERS, elements), 0)]
+    gradients = []
+    for gradient in draw_gradients((LAYERS, elements), 0):
+        gradients.append(gradient.double() * sizes)
     exact = torch.stack(gradients).mean(0)
     cells = []
     for name in NAMES:
@@ -90,18 +95,21 @@ def measure_means(scale: float, elements: int) -> list[tuple[str, str]]:
         num_overflows = int((~mean.isfinite()).sum())
         finite_mean = mean.nan_to_num(0, 0, 0)
         layers = zip(finite_mean, exact, strict=True)
-        worst = max(relative_error(layer, exact_layer) for layer, exact_layer in layers)
-        worst_cell = f"{worst:.2e}"
+        errors = [relative_error(layer, exact_layer) for layer, exact_layer in layers]
+        worst_cell = f"{max(errors):.2e}"
         if num_overflows:
             worst_cell += f", {num_overflows} inf"
-        cells.append((f"{relative_error(mean, exact):.2e}", worst_cell))
+        error = relative_error(mean, exact)
+        cells.append((f"{error:.2e}", worst_cell))
     return cells
 
 
 def measure_sums(comm_format: str, elements: int, steps: int, feedback: bool) -> tuple[str, str]:
     """Return the error of the sum of the means of many steps: of all elements, and of biases."""
     numels = [elements, SMALL] * (LAYERS // 2)
-    sizes = torch.cat([torch.ones(elements), torch.full((SMALL,), 0.01)]).repeat(LAYERS // 2)
+    large_sizes = torch.ones(elements)
+    small_sizes = torch.full((SMALL,), 0.01)
+    sizes = torch.cat([large_sizes, small_sizes]).repeat(LAYERS // 2)
     total, exact = torch.zeros(2, sizes.numel(), dtype=torch.float64)
     averager = Averager(comm_format, numels)
     # DDP rebuilds its buckets after the first pass.
@@ -110,13 +118,15 @@ def measure_sums(comm_format: str, elements: int, steps: int, feedback: bool) ->
         gradients = []
         for gradient in draw_gradients((sizes.numel(),), step):
             gradients.append(gradient * sizes * 1e-2 * 2.0**10)
-        exact += torch.stack(gradients).double().mean(0)
+        exact_mean = torch.stack(gradients).double().mean(0)
+        exact += exact_mean
         # A new hook has no rounding errors to add.
         step_averager = averager if feedback else Averager(comm_format, numels)
         total += step_averager(gradients[dist.get_rank()])
+    error = relative_error(total, exact)
     is_small = sizes < 1
     small_error = relative_error(total[is_small], exact[is_small])
-    return f"{relative_error(total, exact):.1e}", f"{small_error:.1e}"
+    return f"{error:.1e}", f"{small_error:.1e}"
 
 
 def main(*, elements: int = 1 << 14, steps: int = 32) -> None:
@@ -127,25 +137,34 @@ def main(*, elements: int = 1 << 14, steps: int = 32) -> None:
         steps: Number of steps of the run with error feedback.
     """
     with RankPool(2) as two, RankPool(4, timeout=900) as four, RankPool(8, timeout=600) as eight:
-        by_ranks = [pool.run(measure_means, 2.0**10, elements)[0] for pool in (two, four, eight)]
+        by_ranks = []
+        for pool in (two, four, eight):
+            results = pool.run(measure_means, 2.0**10, elements)
+            by_ranks.append(results[0])
         rows = []
         for index, name in enumerate(NAMES):
-            rows.append([name, *(cells[index][0] for cells in by_ranks)])
+            errors = [cells[index][0] for cells in by_ranks]
+            rows.append([name, *errors])
         title = "Relative L2 error of the mean, loss scale 2^10:"
         print_table(["format", "2 ranks", "4 ranks", "8 ranks"], rows, title)
 
-        scales = (1.0, 2.0**16, 2.0**24)
-        by_scale = [eight.run(measure_means, scale, elements)[0] for scale in scales]
+        by_scale = []
+        for scale in (1.0, 2.0**16, 2.0**24):
+            results = eight.run(measure_means, scale, elements)
+            by_scale.append(results[0])
         rows = []
         for index, name in enumerate(NAMES):
-            rows.append([name, *(cells[index][1] for cells in by_scale)])
+            errors = [cells[index][1] for cells in by_scale]
+            rows.append([name, *errors])
         title = "Eight ranks: error of the worst layer, and number of inf, by loss scale:"
         print_table(["format", "scale 1", "2^16", "2^24"], rows, title)
 
         rows = []
         for name, comm_format in COMM_FORMATS.items():
-            plain, plain_small = four.run(measure_sums, name, elements // 4, steps, False)[0]
-            fed, fed_small = four.run(measure_sums, name, elements // 4, steps, True)[0]
+            plain_results = four.run(measure_sums, name, elements // 4, steps, False)
+            fed_results = four.run(measure_sums, name, elements // 4, steps, True)
+            plain, plain_small = plain_results[0]
+            fed, fed_small = fed_results[0]
             share = comm_format.row_bytes(1 << 20) / (4 << 20)
             rows.append([name, f"{share:.3f}", plain, fed, plain_small, fed_small])
         title = f"Four ranks, error of the sum of {steps} steps, with feedback and without:"
