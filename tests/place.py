@@ -6,12 +6,12 @@ __all__ = ["device_type", "rank_device"]
 
 
 def device_type() -> str:
-    """``"sim"`` in a process that has the simulated accelerator, else ``"cpu"``."""
+    """Return ``"sim"`` in a process that has the simulated accelerator, else ``"cpu"``."""
     return "sim" if hasattr(torch, "sim") else "cpu"
 
 
 def rank_device() -> torch.device:
-    """This rank's device."""
+    """Return the device of this rank."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("sim", torch.accelerator.current_device_index())
