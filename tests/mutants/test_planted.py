@@ -158,6 +158,13 @@ def test_a_call_becomes_none() -> None:
     assert line == '(None); self.log("é", min(taken, 2))'
 
 
+def test_a_context_manager_becomes_one_without_an_effect() -> None:
+    drop = Transformation("f", "drop_context", call="lock")
+    planted = drop.apply("def f():\n    with lock(), open('x') as file:\n        pass\n")
+    no_context = '(__import__("contextlib").nullcontext())'
+    assert planted == f"def f():\n    with {no_context}, open('x') as file:\n        pass\n"
+
+
 def test_the_second_constant_of_a_value_is_replaced() -> None:
     constant = Transformation("Counter.count", "replace_constant", constant="é", nth=2, value="e")
     line = changed_line(constant)

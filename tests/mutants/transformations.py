@@ -26,6 +26,8 @@ OPPOSITES = {
 }
 # Stands for any expression in a pattern.
 WILDCARD = "_"
+# A context manager without an effect, in a file that may not import contextlib.
+_NO_CONTEXT = '(__import__("contextlib").nullcontext())'
 
 
 class PlantError(ValueError):
@@ -236,6 +238,13 @@ def drop_call(node: ast.AST, how: Transformation) -> Edit:
     return _replace_by(node, ast.Constant(None))
 
 
+def drop_context(node: ast.AST, how: Transformation) -> Edit:
+    """Replace a context manager by one without an effect."""
+    if not isinstance(node, ast.expr):
+        raise PlantError(f"a {type(node).__name__} is not a context manager")
+    return _start(node), _end(node), _NO_CONTEXT
+
+
 def replace_constant(node: ast.AST, how: Transformation) -> Edit:
     """Replace a constant by another one."""
     if not isinstance(node, ast.Constant):
@@ -304,6 +313,7 @@ def return_none(node: ast.AST, how: Transformation) -> Edit:
 OPERATIONS: dict[str, Operation] = {}
 for operation in (
     drop_call,
+    drop_context,
     drop_statement,
     keep_operand,
     keep_receiver,
