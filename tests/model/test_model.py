@@ -17,7 +17,8 @@ from tests.model.programs import (
 )
 from tests.ranks import RankPool
 
-needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")
+missing_names = ", ".join(MISSING)
+needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not found: {missing_names}")
 
 # `make test` checks one model, plants a fault of another one, and draws one walk of two models.
 # SPIN compiles every run, which takes many seconds.
@@ -74,7 +75,8 @@ def load_stored_walks(kind: WalkKind) -> list[list[str]]:
     """Return the stored walks of a kind. Skip the test if another SPIN has stored them."""
     stored = json.loads(STORED.read_text())
     if stored["version"] != spin_version():
-        pytest.skip(f"stored by {stored['version']}; this is {spin_version()}")
+        stored_version = stored["version"]
+        pytest.skip(f"stored by {stored_version}; this is {spin_version()}")
     return stored[kind.name]  # type: ignore[no-any-return]
 
 

@@ -330,7 +330,8 @@ def test_a_level_trains_as_on_the_cpu(sim2, ranks2, name, schedule, seed):
 @pytest.mark.parametrize(("level", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_a_level_runs_where_offloaded_parameters_compute(level, dtype):
     """One step where parameters rest on the CPU and compute on the device."""
-    net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(rank_device())
+    net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+    net.to(rank_device())
     policy = CPUOffloadPolicy(pin_memory=False)
     model = fully_shard(net, mesh=mesh((2,), ("shard",)), offload_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
