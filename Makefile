@@ -43,11 +43,14 @@ test-programs: $(READY)
 	@command -v $${CXX:-c++} > /dev/null || echo "There is no C++ compiler. The tests on a simulated accelerator are skipped."
 	@$(BIN)/python -m tests.simulated.build
 
+# Without stored bytecode, each worker compiles the tests and the package again.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
 test: test-programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	$(PYTEST)
 
 test-all: test-programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m ""
+	$(PYTEST) -m ""
 
 # Hours on two cores; docs/results/long_runs.md gets a dated row from each program.
 long-runs: test-programs
