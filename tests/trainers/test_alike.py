@@ -167,9 +167,7 @@ def cell_params() -> list[Any]:
 
 
 @pytest.mark.parametrize(("trainer", "precision", "layout"), cell_params())
-def test_a_nan_on_one_rank_is_skipped_on_both_and_the_trainer_knows(
-    ranks2, trainer, precision, layout
-):
+def test_a_nan_on_one_rank_is_skipped_and_reported_on_both(ranks2, trainer, precision, layout):
     needs(PACKAGES[trainer])
     if layout.startswith("LoRA"):
         needs("peft")
