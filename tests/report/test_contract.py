@@ -362,8 +362,15 @@ def test_mistakes_are_named(arguments, message):
         PrecisionContract(**arguments)
 
 
-# The quick suite has a smaller test of a compiled module in a wrong dtype, and one of reduce_dtype.
-SLOW_PLANTS = ("a compiled block in fp32", "reduce_dtype does not reach tensor parallel")
+# The quick suite has another plant of the same wrapper, or a smaller test of the same fact.
+SLOW_PLANTS = (
+    "reduce_dtype does not reach tensor parallel",
+    "an fp8 all-gather that is bf16",
+    "DDP under fp16_compress_hook",
+    "HSDP reduces in bf16",
+    "tensor parallel sends fp32",
+    "a compiled block in fp32",
+)
 PLANT_CASES = []
 for number, plant in enumerate(PLANTS):
     marks = pytest.mark.slow if plant.name in SLOW_PLANTS else ()

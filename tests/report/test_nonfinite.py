@@ -208,7 +208,8 @@ def test_an_inf_that_reaches_neither_loss_nor_gradient_does_not_count():
     assert find_origin(Net(add_replaced_log)) is None
 
 
-def find_infinite_element_of_microbatch_1() -> Any:
+@pytest.fixture(scope="module")
+def origin_in_microbatch_1() -> Any:
     """Return the origin of an inf in the second microbatch."""
     model = Net()
     microbatches = make_microbatches()
@@ -216,23 +217,23 @@ def find_infinite_element_of_microbatch_1() -> Any:
     return distamp.find_first_nonfinite(make_step(model, microbatches), model)
 
 
-def test_the_input_of_one_micro_batch_is_named():
-    origin = find_infinite_element_of_microbatch_1()
+def test_the_input_of_one_micro_batch_is_named(origin_in_microbatch_1):
+    origin = origin_in_microbatch_1
     assert origin.kind == "input"
     assert origin.op == "linear"
     assert origin.module == "inp"
     assert origin.micro_batch == 1
 
 
-def test_the_sentence_about_an_input_says_that_no_operation_made_it():
-    origin = find_infinite_element_of_microbatch_1()
-    assert "no operation had made" in origin.sentence()
-    assert origin.to_dict()["sentence"] == origin.sentence()
+def test_the_sentence_about_an_input_says_that_no_operation_made_it(origin_in_microbatch_1):
+    sentence = origin_in_microbatch_1.sentence()
+    assert "no operation had made" in sentence
+    assert origin_in_microbatch_1.to_dict()["sentence"] == sentence
 
 
-def test_the_text_about_an_input_lists_no_output():
+def test_the_text_about_an_input_lists_no_output(origin_in_microbatch_1):
     """The output would be the input again."""
-    assert "  output " not in str(find_infinite_element_of_microbatch_1())
+    assert "  output " not in str(origin_in_microbatch_1)
 
 
 def nest(matrix: Tensor, layout: torch.layout) -> Tensor:
