@@ -1,11 +1,11 @@
 """Plant each fault in a copy of the tree, run its test there, and print whether the test fails.
 
 ``python -m tests.mutants [--room ROOM] [--only NAME] [--table FILE]``. The exit status is 1 if a
-test passes in spite of its fault, or fails without it. Faults that are only a sentence are counted
-and not planted.
+test passes in spite of its fault, or fails without it.
 """
 
 import argparse
+import datetime
 import importlib.util
 import os
 import re
@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants.planted import ROOT, Fault, load_faults
+from tests.torch_versions import read_commit
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -72,40 +74,39 @@ def plant_and_test(fault: Fault, tree: Path) -> Result:
     return Result(fault, bool(failed), time.monotonic() - started, output)
 
 
-def format_table(results: list[Result], failing: list[str]) -> list[str]:
-    """Return the lines of a table of results.
+def format_rows(results: list[Result], missed: list[Result]) -> list[str]:
+    """Return a row for each room, as docs/results/planted_faults.md has them.
 
     Args:
         results: The outcomes.
-        failing: The tests that fail without a fault, too, and therefore find nothing.
+        missed: The outcomes of faults that their test does not find.
     """
-    lines = ["| room | fault | found by |", "|---|---|---|"]
-    for result in results:
-        test = result.fault.found_by.removeprefix("tests/").replace("|", "\\|")
-        note = "" if result.found else "**NOT FOUND** by "
-        if result.fault.found_by in failing:
-            note = "**fails without the fault, too:** "
-        lines.append(f"| {result.fault.room} | `{result.fault.name}` | {note}`{test}` |")
-    return lines
+    planted = Counter(result.fault.room for result in results)
+    missing = Counter(result.fault.room for result in missed)
+    date = datetime.date.today().isoformat()
+    commit = read_commit()
+    rows = []
+    for room, count in planted.items():
+        rows.append(f"| {room} | {count} | {count - missing[room]} | {date} | {commit} |")
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--room", action="append", help="plant the faults of this room")
     parser.add_argument("--only", action="append", help="plant the fault of this name")
-    parser.add_argument("--table", type=Path, help="write the table to this file")
+    parser.add_argument("--table", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     faults = load_faults()
     if options.room:
         faults = [fault for fault in faults if fault.room in options.room]
     if options.only:
         faults = [fault for fault in faults if fault.name in options.only]
-    transformed = [fault for fault in faults if fault.transformation is not None]
     results: list[Result] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(Path(folder))
-        for fault in transformed:
+        for fault in faults:
             result = plant_and_test(fault, tree)
             results.append(result)
             outcome = "found" if result.found else f"NOT FOUND {result.output}"
@@ -113,11 +114,12 @@ def main() -> int:
         tests = sorted({result.fault.found_by for result in results if result.found})
         failing = run_tests(tree, tests)[0] if tests else []
     missed = [result for result in results if not result.found or result.fault.found_by in failing]
-    lines = format_table(results, failing)
+    lines = format_rows(results, missed)
+    for test in failing:
+        lines.append(f"{test} fails without a fault, too.")
     seconds = time.monotonic() - started
-    sentences = len(faults) - len(transformed)
-    lines.append(f"\n{len(results)} faults planted, {len(missed)} not found, {seconds:.0f} s.")
-    lines.append(f"{sentences} faults are sentences and were not planted.")
+    num_found = len(results) - len(missed)
+    lines.append(f"\n{num_found} of {len(results)} faults found, {seconds:.0f} s.")
     print("\n".join(lines))
     if options.table:
         options.table.write_text("\n".join(lines) + "\n")

@@ -1,7 +1,6 @@
 """Planted faults as data: a sentence about the loss, the test that finds it, and how to plant it.
 
-A room is a TOML file of this folder; README.md says how to add a fault. A fault of a room that is
-being rewritten has no transformation yet, so it is a sentence with its test.
+A room is a TOML file of this folder; README.md says how to add a fault.
 """
 
 import tomllib
@@ -22,20 +21,19 @@ class Fault:
         room: The name of the TOML file.
         loses: A sentence about the loss for a user.
         found_by: The test that fails if the fault is planted, as pytest names it.
-        file: The file of the transformation; empty without one.
-        transformation: The change that plants the fault; None if the fault is only a sentence.
+        file: The file of the transformation.
+        transformation: The change that plants the fault.
     """
 
     name: str
     room: str
     loses: str
     found_by: str
-    file: str = ""
-    transformation: Transformation | None = None
+    file: str
+    transformation: Transformation
 
     def plant(self, source: str) -> str:
         """Return the source of the file with the fault in it."""
-        assert self.transformation is not None
         return self.transformation.apply(source)
 
 
@@ -46,7 +44,7 @@ def load_faults() -> list[Fault]:
         for name, fields in tomllib.loads(path.read_text()).items():
             loses = fields.pop("loses")
             found_by = fields.pop("found_by")
-            file = fields.pop("file", "")
-            transformation = Transformation(**fields) if fields else None
+            file = fields.pop("file")
+            transformation = Transformation(**fields)
             faults.append(Fault(name, path.stem, loses, found_by, file, transformation))
     return faults
