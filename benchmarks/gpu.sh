@@ -90,7 +90,7 @@ part() {
 small=() thin=() few=() tiny=()
 if "$python" -c 'import sys; from benchmarks.gpu import simulated; sys.exit(not simulated())'; then
     readonly simulated=1
-    small=(--rounds 2) thin=(--rounds 2 --width 64) few=(--rounds 2 --parameters 10) tiny=(--rounds 2 --elements 500)
+    small=(--rounds 2) thin=(--rounds 2 --width 64) few=(--rounds 2 --parameters 10) tiny=(--rounds 2 --elements 512)
 else
     readonly simulated=0
 fi
@@ -112,7 +112,7 @@ part scaler_round 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 
 part scaler_round_fused 40 "$python" -m benchmarks.scaler_round --device cuda --ranks 1 --fused \
     "${small[@]}"
 skip beyond || part beyond 90 "$python" -m benchmarks.beyond --device cuda --rounds 9
-part masters 60 "$python" -m benchmarks.masters --device cuda "${few[@]}"
+part masters 120 "$python" -m benchmarks.masters --device cuda "${few[@]}"
 part wire_cost 60 "$python" -m benchmarks.wire_cost --device cuda "${tiny[@]}"
 if [[ $plan == hour ]]; then
     train=(launch/train.py --steps 200 --overwrite --seed 1)

@@ -185,8 +185,11 @@ def count_bytes(name: str, device: str) -> list[str]:
     events = profiler.profiler.kineto_results.events()
     allocations = [event for event in events if event.name() == "[memory]"]
     allocations.sort(key=lambda event: event.start_ns())
-    peak = max(itertools.accumulate(event.nbytes() for event in allocations))
     master_bytes = contender.master_bytes / (count * elements)
+    if not allocations:
+        # The profiler does not see the memory of a simulated device.
+        return [name, f"{master_bytes:.2f}", "not measured"]
+    peak = max(itertools.accumulate(event.nbytes() for event in allocations))
     extra = peak / (count * elements) - MODEL_BYTES - ADAMW_BYTES - master_bytes
     return [name, f"{master_bytes:.2f}", f"{extra:.2f}"]
 

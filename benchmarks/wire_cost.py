@@ -56,7 +56,7 @@ def main(
     """Compare the cost of each format with torch's casts and with a copy.
 
     Args:
-        elements: Number of elements; a GPU gets 16 times as many.
+        elements: Number of elements, a multiple of 256; a GPU gets 16 times as many.
         rounds: Number of rounds of each row.
         device: Device of the elements.
     """
