@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import format_median, format_ratio, interleave, print_table, run_command
+from benchmarks.gpu import simulated
 from distamp import DistGradScaler, initialize
 from distamp.levels import Amp
 from distamp.scaler import MasterParameters
@@ -186,8 +187,8 @@ def count_bytes(name: str, device: str) -> list[str]:
     allocations = [event for event in events if event.name() == "[memory]"]
     allocations.sort(key=lambda event: event.start_ns())
     master_bytes = contender.master_bytes / (count * elements)
-    if not allocations:
-        # The profiler does not see the memory of a simulated device.
+    if device != "cpu" and simulated():
+        # The profiler does not see the memory of this device.
         return [name, f"{master_bytes:.2f}", "not measured"]
     peak = max(itertools.accumulate(event.nbytes() for event in allocations))
     extra = peak / (count * elements) - MODEL_BYTES - ADAMW_BYTES - master_bytes
