@@ -67,7 +67,7 @@ def test_a_backbone_that_thaws_gets_masters(split):
     ("layout", "split"),
     [
         pytest.param("buckets", False, id="buckets-whole"),
-        pytest.param("FSDP2", True, id="FSDP2-split"),
+        pytest.param("FSDP2", True, id="FSDP2-split", marks=pytest.mark.slow),
         pytest.param("buckets", True, id="buckets-split", marks=pytest.mark.slow),
         pytest.param("FSDP2", False, id="FSDP2-whole", marks=pytest.mark.slow),
     ],

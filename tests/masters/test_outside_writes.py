@@ -156,7 +156,7 @@ def test_the_two_steps_of_sam_are_those_of_float32(split, unscales):
     ("run", "split"),
     [
         pytest.param(_average, False, id="_average-whole"),
-        pytest.param(_ascend, True, id="_ascend-split"),
+        pytest.param(_ascend, True, id="_ascend-split", marks=pytest.mark.slow),
         pytest.param(_average, True, id="_average-split", marks=pytest.mark.slow),
         pytest.param(_ascend, False, id="_ascend-whole", marks=pytest.mark.slow),
     ],
