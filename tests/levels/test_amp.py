@@ -10,6 +10,7 @@ from distamp import OpLists, PrecisionLevel, initialize
 from distamp.errors import CallOrderError, LossScaleCollapseError
 from distamp.scaler import DynamicLossScale
 from tests.levels.nets import SCALE, adam, backward, batches, loss_of, net, train, values
+from tests.quick_cases import quick_cases
 
 STEPS = 6
 LEVELS = ("fp32", "fp16", "fp16-O2", "fp16-O3", "bf16", "bf16-O2", "bf16-O3")
@@ -69,7 +70,11 @@ def train_in_torch(dtype: torch.dtype | None, max_norm: float | None = None) -> 
 # -- levels that train as torch's own loop --------------------------------------------------------
 
 levels_with_float32_weights = pytest.mark.parametrize(
-    ("level", "dtype"), [("fp32", None), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+    ("level", "dtype"),
+    quick_cases(
+        [("fp32", None), ("fp16", torch.float16), ("bf16", torch.bfloat16)],
+        quick=[("fp16", torch.float16), ("bf16", torch.bfloat16)],
+    ),
 )
 
 

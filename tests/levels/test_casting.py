@@ -241,6 +241,37 @@ def cosines_at(model: Any, position: int, dtype: torch.dtype) -> Tensor:
     return cosines.float()
 
 
+class RotaryEmbedding(nn.Module):
+    """A table under the name that transformers gives to it."""
+
+    __module__ = "transformers.models.any"
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.rand(4)
+        self.register_buffer("inv_freq", table, persistent=False)
+
+
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O3"])
+def test_a_table_with_the_name_of_a_rotary_embedding_stays_fp32(level):
+    """The tests below build models of transformers, which takes seconds to import."""
+    rotary = RotaryEmbedding()
+    model = nn.Sequential(nn.Linear(4, 4), rotary)
+    cast_model(model, level)
+    assert names_in_fp32(model) == {"1.inv_freq"}
+
+
+@pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
+def test_a_module_that_an_owner_declares_as_transformers_does_stays_fp32(level):
+    model = nn.Module()
+    model.wi = nn.Linear(4, 4)
+    model.wo = nn.Linear(4, 4)
+    model._keep_in_fp32_modules = ["wo"]
+    cast_model(model, level)
+    assert names_in_fp32(model) == {"wo.weight", "wo.bias"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["fp16-O2", "bf16-O3"])
 def test_tables_of_rotary_embeddings_keep_their_angles(level):
     model = cast_model(llama(), level)
@@ -262,6 +293,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 def test_a_module_that_transformers_declares_stays_fp32(level):
     model = cast_model(t5(), level)
@@ -271,6 +303,7 @@ def test_a_module_that_transformers_declares_stays_fp32(level):
     assert model(input_ids=ids, labels=ids).loss.isfinite()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["encoder.final_layer_norm", "*layer_norm"])
 @pytest.mark.parametrize("level", ["fp16-O2", "fp16-O3", "bf16-O2", "bf16-O3"])
 def test_a_pinned_norm_returns_the_models_dtype_from_a_float32_residual_stream(level, pattern):
@@ -288,6 +321,7 @@ def test_a_pinned_norm_returns_the_models_dtype_from_a_float32_residual_stream(l
     assert amp.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["fp16-O2", "bf16-O2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pinned_head_keeps_the_precision_of_its_logits(level, tied):

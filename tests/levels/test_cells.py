@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.levels.cells import CELLS, LAYOUTS, LEVELS, Outcome, judge, level_of, reference, run_cell
-from tests.quick_cases import quick_cases
 from tests.ranks import RankPool
 
 Cell = tuple[str, str, str]
@@ -33,7 +32,8 @@ def test_four_cells_drawn_are_right_or_refused(ranks4: RankPool):
     assert wrong_cells(random.sample(quick, 4), ranks4) == []
 
 
-@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, quick=["DDP"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_level_keeps_its_contract(ranks4: RankPool, layout):
     cells = [(level, layout, "nothing") for level in LEVELS]
     cells.append(("fp16-O2", layout, "pins"))

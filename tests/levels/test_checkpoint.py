@@ -243,14 +243,15 @@ def test_a_run_of_ranks_continues_bit_identical(tmp_path, layout):
     assert_same(contents(resumed), contents(amp))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("saved_in", "loaded_in"),
     [
         ("FSDP2", "TP"),
-        pytest.param("TP", "plain", marks=pytest.mark.slow),
-        pytest.param("DDP", "FSDP2", marks=pytest.mark.slow),
-        pytest.param("plain", "DDP", marks=pytest.mark.slow),
+        ("TP", "plain"),
+        ("DDP", "FSDP2"),
+        ("plain", "DDP"),
     ],
 )
 def test_a_checkpoint_loads_in_another_layout(tmp_path, saved_in, loaded_in):
@@ -283,6 +284,7 @@ def test_a_checkpoint_of_two_ranks_loads_in_a_group_of_one(tmp_path):
     assert_same(contents(target), expected)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_fsdps_own_mixed_precision_is_saved(tmp_path):
     def make_mixed(seed: int) -> Amp:
@@ -348,8 +350,9 @@ def _residuals(amp: Amp) -> dict[str, list[Tensor]]:
     return residuals
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("level", quick_cases(["bf16", "fp16"], quick=["fp16"]))
+@pytest.mark.parametrize("level", ["bf16", "fp16"])
 def test_a_run_with_residuals_continues_bit_identical_under_fsdp2(tmp_path, level):
     path = _shared_directory(tmp_path)
     amp = make(level, "FSDP2", comm_hook="int8")

@@ -230,7 +230,6 @@ QUICK_CELLS = {
     ("NAdam", "fp16"),
     ("Adafactor", "fp32"),
     ("schedulefree AdamW", "bf16-O2"),
-    ("torchao AdamW4bit", "bf16-O2"),
 }
 CELLS = quick_cases(itertools.product(OPTIMIZERS, LEVELS), QUICK_CELLS)
 
@@ -325,8 +324,9 @@ def test_a_checkpoint_without_records_resumes_with_its_states(tmp_path, name, le
     assert "optimizer state" not in caplog.text
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["FSDP2", pytest.param("TP", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["FSDP2", "TP"])
 def test_ranks_resume_from_a_checkpoint_without_records(tmp_path, layout):
     amp = make(torchs("AdamW"), "bf16-O2", 0, layout)
     resumed = make(torchs("AdamW"), "bf16-O2", 1, layout)
@@ -489,11 +489,9 @@ def test_a_state_keeps_its_own_dtype(tmp_path, level):
     check_resume(tmp_path, OptimizerOfManyDtypes, level)
 
 
-SLOW_LAYOUTS = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("DDP", "TP")]
-
-
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["FSDP2", *SLOW_LAYOUTS])
+@pytest.mark.parametrize("layout", ["FSDP2", "DDP", "TP"])
 def test_a_run_of_ranks_with_states_of_many_dtypes_resumes(tmp_path, layout):
     check_resume(tmp_path, OptimizerOfManyDtypes, "fp32", layout)
 
@@ -539,6 +537,7 @@ def assert_equal_except_types(values: dict[str, Any], expected: dict[str, Any]) 
     assert_equal(values | {"types.0": None}, expected | {"types.0": None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "make_optimizer"),
     [("FSDP2", OptimizerOfManyDtypes), ("TP", torchs("AdamW", lr=0.25))],
@@ -669,6 +668,7 @@ def test_a_tensor_in_a_group_is_refused():
         amp.flat_state_dict()
 
 
+@pytest.mark.slow
 def test_lbfgs_is_refused():
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -18,7 +18,6 @@ from distamp.levels import float8_layers
 from distamp.linear_recipe import LinearRecipe
 from tests.levels import cells
 from tests.on_ranks import on_ranks
-from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 # Every worker imports this file, and an import of torchao takes long.
@@ -147,8 +146,10 @@ def amp_in_fsdp2(all_gather: bool) -> Any:
     return initialize(model, sgd(model), level)
 
 
+# The ranks import torchao.
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("all_gather", quick_cases([False, True], quick=[True]))
+@pytest.mark.parametrize("all_gather", [False, True])
 def test_fsdp2_gathers_in_float8_if_the_level_demands_it(all_gather):
     amp = amp_in_fsdp2(all_gather)
     types: set[str] = set()
@@ -168,8 +169,9 @@ def test_fsdp2_gathers_in_float8_if_the_level_demands_it(all_gather):
     assert {"Float8" in name for name in types} == {all_gather}
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("all_gather", quick_cases([False, True], quick=[True]))
+@pytest.mark.parametrize("all_gather", [False, True])
 def test_fsdp2_saves_plain_float32_weights(all_gather):
     amp = amp_in_fsdp2(all_gather)
     options = StateDictOptions(full_state_dict=True)

@@ -19,6 +19,7 @@ from tests.levels import nets
 from tests.levels.cells import EPS, Adapted, trained_params
 from tests.levels.nets import batches, llama, loss_of, net
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -291,8 +292,11 @@ def train_net(amp: Any, steps: range) -> list[float]:
     return nets.train(amp, batches_of_steps, max_norm=1.0)
 
 
+LAYOUTS = [adapted_net_in_ddp, adapted_net_in_fsdp2]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("make_amp", [adapted_net_in_ddp, adapted_net_in_fsdp2])
+@pytest.mark.parametrize("make_amp", quick_cases(LAYOUTS, quick=[adapted_net_in_ddp]))
 def test_adapters_in_a_layout_train_and_resume_bit_identical(make_amp):
     exact = in_float32(adapted_net(F32))
     check_training_and_resumption(make_amp, exact, train_net)

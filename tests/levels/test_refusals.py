@@ -450,6 +450,7 @@ def test_an_optimizer_that_was_made_before_fully_shard():
         try_initialize(model, "fp16", optimizer)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ddp_before_fp8():
     pytest.importorskip("torchao")
@@ -466,6 +467,7 @@ def test_fsdp2_before_fp8():
         try_initialize(model, "fp8")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_cast_model_for_fp8_after_fsdp2():
     pytest.importorskip("torchao")
