@@ -17,6 +17,7 @@ from distamp.errors import CallOrderError, ConfigError, DistampError
 from distamp.report import compare_gradients
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import rank_device
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 from tests.report.gradient_plants import (
     PLANTS,
@@ -41,7 +42,7 @@ from tests.scaler.matrix.reference import KINDS, batch, loss_of
 
 BF16 = torch.bfloat16
 PRECISIONS = [None, BF16]
-# The quick suite compares tensor parallel layouts and experts under autocast.
+# The quick suite compares experts under autocast.
 FP32_AND_SLOW_BF16 = [None, pytest.param(BF16, marks=pytest.mark.slow)]
 
 
@@ -110,7 +111,9 @@ MODEL_PARALLEL = (tensor_parallel, sequence_parallel)
 
 @on_ranks(2)
 @pytest.mark.parametrize("region", FP32_AND_SLOW_BF16)
-@pytest.mark.parametrize("wrap", DATA_PARALLEL)
+@pytest.mark.parametrize(
+    "wrap", quick_cases(DATA_PARALLEL, [wrap for wrap in DATA_PARALLEL if wrap is not compiled])
+)
 def test_gradients_of_data_parallel_match(wrap, region):
     comparison = net_case(wrap, region=region, attends=True).compare()
     assert comparison.matches, str(comparison)
@@ -118,8 +121,8 @@ def test_gradients_of_data_parallel_match(wrap, region):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("region", PRECISIONS)
-@pytest.mark.parametrize("wrap", MODEL_PARALLEL)
+@pytest.mark.parametrize("region", FP32_AND_SLOW_BF16)
+@pytest.mark.parametrize("wrap", quick_cases(MODEL_PARALLEL, [tensor_parallel]))
 def test_gradients_of_tensor_parallel_match(wrap, region):
     # Attention would not see the positions of other ranks under sequence parallel.
     attends = wrap is tensor_parallel
@@ -144,7 +147,9 @@ def hsdp(net: Net) -> Any:
 
 @on_ranks(4)
 @pytest.mark.parametrize("region", FP32_AND_SLOW_BF16)
-@pytest.mark.parametrize("wrap", [in_two_dimensions, hsdp, hybrid_fsdp1])
+@pytest.mark.parametrize(
+    "wrap", quick_cases([in_two_dimensions, hsdp, hybrid_fsdp1], [hybrid_fsdp1])
+)
 def test_gradients_of_layouts_of_two_dimensions_match(wrap, region):
     ranks = None
     if wrap is in_two_dimensions:
@@ -394,6 +399,7 @@ def test_a_step_that_raises_on_one_rank_raises_on_every_rank():
         case.compare()
 
 
+@pytest.mark.slow
 @on_devices(2)
 def test_gradients_on_devices_match():
     mesh((2,), ("dp",))

@@ -369,6 +369,7 @@ SLOW_PLANTS = (
     "DDP under fp16_compress_hook",
     "HSDP reduces in bf16",
     "tensor parallel sends fp32",
+    "sequence parallel sends fp32",
     "a compiled block in fp32",
 )
 PLANT_CASES = []
@@ -391,6 +392,7 @@ def test_a_planted_violation_is_found(size, number):
     assert any(answers), str(violations)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="mended in torch 2.15")
 @on_ranks(2)
 def test_fsdps_reduce_dtype_does_not_reach_the_sum_over_tensor_parallel_ranks():

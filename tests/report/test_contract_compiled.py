@@ -41,6 +41,7 @@ def compiled_net(backend: Any) -> Net:
     return model
 
 
+@pytest.mark.slow
 def test_the_step_runs_compiled_and_is_not_compiled_again():
     backend = CountingBackend()
     training = trained(compiled_net(backend), region=BF16)
@@ -53,6 +54,7 @@ def test_the_step_runs_compiled_and_is_not_compiled_again():
     assert backend.runs == 3 * runs_of_a_step
 
 
+@pytest.mark.slow
 def test_products_and_norms_are_of_the_eager_run_and_all_else_of_the_compiled_step():
     training = trained(compiled_net("aot_eager"), region=BF16)
     report = PrecisionContract(compute="bf16", norms="fp32").check(*training)
@@ -118,6 +120,7 @@ def test_gradients_of_the_compiled_step_stay():
     assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
+@pytest.mark.slow
 def test_a_watched_block_runs_once_and_names_the_modules_whose_norms_it_did_not_see():
     step, *models = trained(compiled_net("aot_eager"), region=BF16)
     with PrecisionContract(norms="fp32").watch(*models) as report:
@@ -127,6 +130,7 @@ def test_a_watched_block_runs_once_and_names_the_modules_whose_norms_it_did_not_
     assert sentence.startswith("blocks.0, head: compiled; ")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_messages_of_a_compiled_model_under_fsdp2_are_of_the_compiled_step():
     model = Net(attends=False)

@@ -23,6 +23,7 @@ from distamp.report import StepReplay
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
 from tests.place import rank_device
+from tests.quick_cases import quick_cases
 from tests.ranks import RankPool, logged, mesh
 from tests.report.plants_nonfinite import FAULTS, Fault
 from tests.report.setups import parallel
@@ -149,22 +150,13 @@ def find_origin(model: nn.Module) -> Any:
     return distamp.find_first_nonfinite(step, model)
 
 
-# A case of each mechanism; the other cases are slow.
+# Forward and backward, in place, in a checkpoint of each kind; the other cases are slow.
 QUICK_CASES = (
-    "log",
-    "0 / 0",
     "fp16 product",
     "softmax of -inf",
-    "finfo.min twice",
-    "eps 0",
-    "sqrt'",
-    "where'",
     "custom'",
-    "a product in fp16",
     "in place",
-    "a product's backward",
     "a product's backward in a reentrant checkpoint",
-    "sqrt' in a reentrant checkpoint",
     "log in a checkpoint",
 )
 
@@ -225,12 +217,14 @@ def test_the_input_of_one_micro_batch_is_named(origin_in_microbatch_1):
     assert origin.micro_batch == 1
 
 
+@pytest.mark.slow
 def test_the_sentence_about_an_input_says_that_no_operation_made_it(origin_in_microbatch_1):
     sentence = origin_in_microbatch_1.sentence()
     assert "no operation had made" in sentence
     assert origin_in_microbatch_1.to_dict()["sentence"] == sentence
 
 
+@pytest.mark.slow
 def test_the_text_about_an_input_lists_no_output(origin_in_microbatch_1):
     """The output would be the input again."""
     assert "  output " not in str(origin_in_microbatch_1)
@@ -348,7 +342,9 @@ def write_nan(model: nn.Module, name: str) -> None:
     ("name", "module"),
     [
         pytest.param("blocks.2.down.weight", "blocks.2.down", id="weight of a layer"),
-        pytest.param("blocks.0.norm.bias", "blocks.0.norm", id="bias of a norm"),
+        pytest.param(
+            "blocks.0.norm.bias", "blocks.0.norm", id="bias of a norm", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_parameter_that_is_nan_is_named(name, module):
@@ -417,6 +413,7 @@ def test_a_search_restores_random_number_generators():
     assert random.getstate() == python_state
 
 
+@pytest.mark.slow
 def test_gradients_are_none_after_a_search():
     model = Net(log)
     step = make_step(model, make_microbatches())
@@ -438,7 +435,7 @@ def test_a_step_that_was_bad_and_is_replayed_finite_is_said_to_be_unseen():
 FAULTS_OF_A_REPLAY = pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(log, id="log"),
+        pytest.param(log, id="log", marks=pytest.mark.slow),
         pytest.param(softmax_of_masked_row, id="softmax of -inf"),
     ],
 )
@@ -458,6 +455,7 @@ def test_a_step_that_is_not_deterministic_is_said_to_be(fault):
     assert origin.notes == (note,)
 
 
+@pytest.mark.slow
 @FAULTS_OF_A_REPLAY
 def test_a_deterministic_step_has_no_note(fault):
     assert find_origin(Net(fault)).notes == ()
@@ -491,6 +489,7 @@ def test_the_line_of_what_amp_scales_is_the_users():
     assert __file__ in origin.line
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_replayed_eagerly(fresh_dynamo):
     origin = find_origin(torch.compile(Net(log), backend="eager"))
     assert origin.op == "log"
@@ -667,18 +666,6 @@ def find_origin_in_layout(layout: str, model: nn.Module, scale: float = 1.0) -> 
     return origin
 
 
-def layout_cases(quick_layout: str) -> Any:
-    """Return a decorator that runs a test in all layouts, which are slow except one.
-
-    Other quick tests search under communication hooks, and under FSDP2 (test_gathered.py).
-    """
-    cases = []
-    for layout in LAYOUTS:
-        marks = () if layout == quick_layout else pytest.mark.slow
-        cases.append(pytest.param(layout, marks=marks))
-    return pytest.mark.parametrize("layout", cases)
-
-
 def check_same_on_all_ranks(origin: Any) -> None:
     """Assert that both ranks have an origin."""
     gathered: list[Any] = [None, None]
@@ -686,16 +673,18 @@ def check_same_on_all_ranks(origin: Any) -> None:
     assert gathered == [origin, origin]
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@layout_cases("FSDP1")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_finite_step_has_no_origin_in_any_layout(layout):
     origin = find_origin_in_layout(layout, Net())
     check_same_on_all_ranks(origin)
     assert origin is None
 
 
+# Other quick tests search under communication hooks, and under FSDP2 (test_gathered.py).
 @on_ranks(2)
-@layout_cases("DDP")
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, quick=["DDP"]))
 def test_a_root_of_0_is_found_in_the_backward_pass_of_both_ranks(layout):
     origin = find_origin_in_layout(layout, Net(root_of_0, use_reentrant=True))
     check_same_on_all_ranks(origin)
@@ -706,8 +695,9 @@ def test_a_root_of_0_is_found_in_the_backward_pass_of_both_ranks(layout):
     assert origin.micro_batch == 0
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@layout_cases("TP")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_log_of_0_on_one_rank_is_found_on_that_rank(layout):
     origin = find_origin_in_layout(layout, Net(log_on_rank_1, use_reentrant=False))
     check_same_on_all_ranks(origin)
@@ -761,6 +751,7 @@ def test_a_collective_that_overflows_is_the_origin():
         assert sent.finite
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_collective_that_a_rank_fed_an_inf_is_not_the_origin():
     def add_inf_of_rank_1(x: Tensor) -> Tensor:
@@ -782,7 +773,7 @@ def test_a_collective_that_a_rank_fed_an_inf_is_not_the_origin():
     ("faulty_stage", "kind"),
     [
         pytest.param(0, "log", id="log in the first stage"),
-        pytest.param(1, "sqrt'", id="root in the last stage"),
+        pytest.param(1, "sqrt'", id="root in the last stage", marks=pytest.mark.slow),
     ],
 )
 def test_a_pipeline_is_followed_over_send_and_recv(faulty_stage, kind):
@@ -860,6 +851,7 @@ def test_a_row_of_skipped_steps_logs_its_origin_once(caplog):
     assert "log in blocks.1 made inf" in record.getMessage()
 
 
+@pytest.mark.slow
 def test_a_skipped_step_moves_the_statistics_of_a_batch_norm_although_it_is_replayed():
     model = Net(log)
     guard, replay = attach_guard(model)

@@ -12,17 +12,11 @@ from tests.on_ranks import on_ranks
 from tests.report.plants_contract_compiled import PLANTS
 from tests.report.plants_nonfinite_compiled import FAULTS
 
-# Compilation takes seconds. Quick tests of the contract have smaller compiled models.
+# Compilation takes seconds. Quick tests have smaller compiled models, in one process.
 COMPILED_PLANTS = (
     "norms of compiled blocks in bf16",
     "a module that leaves the region in a compiled model",
     "compiled blocks under FSDP2 that reduce in bf16",
-)
-# A fault of each direction, of a parameter and of the compiler.
-QUICK_FAULTS = (
-    "the root of zero in backward",
-    "a parameter that is NaN",
-    "a compiler that divides by zero",
 )
 CONTRACTS: list[Any] = []
 for index, plant in enumerate(PLANTS):
@@ -30,9 +24,8 @@ for index, plant in enumerate(PLANTS):
     CONTRACTS.append(pytest.param(plant.ranks, index, id=plant.name, marks=marks))
 NONFINITE: list[Any] = []
 for index, fault in enumerate(FAULTS):
-    marks = () if fault.name in QUICK_FAULTS else pytest.mark.slow
     size = max(fault.ranks) + 1
-    NONFINITE.append(pytest.param(size, index, id=fault.name, marks=marks))
+    NONFINITE.append(pytest.param(size, index, id=fault.name))
 
 
 @on_ranks("size")
@@ -59,6 +52,7 @@ def test_the_same_step_is_not_accused_under_the_contract_that_it_keeps(size, ind
     assert not violations, str(violations)
 
 
+@pytest.mark.slow
 @on_ranks("size")
 @pytest.mark.parametrize(("size", "index"), NONFINITE)
 def test_a_number_in_compiled_code_is_traced_to_its_operation_or_to_the_compiler(size, index):

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from distamp import autocast, precision_report, preflight, set_module_precision
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, mlp
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 
 X = torch.ones(4, 4)
 HALF = X.half()
@@ -45,7 +46,7 @@ def count_rows(report: Any) -> Counter[Any]:
     return counts
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_cases(MODELS, quick=["mlp", "conv"]))
 def test_the_table_of_a_cpu_is_that_of_a_real_forward_pass(name):
     make_model, shape = MODELS[name]
     model = make_model()

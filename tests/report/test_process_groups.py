@@ -131,8 +131,8 @@ def amp_check(group: Any, faulty: bool) -> Ranks:
 @pytest.mark.parametrize(
     "find_ranks",
     [
-        pytest.param(replay_of_a_guard, id="replay of a guard"),
-        pytest.param(replay_of_a_scaler, id="replay of a scaler"),
+        pytest.param(replay_of_a_guard, id="replay of a guard", marks=pytest.mark.slow),
+        pytest.param(replay_of_a_scaler, id="replay of a scaler", marks=pytest.mark.slow),
         pytest.param(find_first_nonfinite, id="find_first_nonfinite"),
         pytest.param(contract, id="PrecisionContract.check"),
         pytest.param(amp_check, id="Amp.check"),

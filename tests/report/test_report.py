@@ -27,6 +27,7 @@ from distamp.scaler import master_params
 from tests.autocast.counting import BF16, FP16, MODELS, Calls, Independent, mlp, transformer
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.ranks import mesh
 
 OUTSIDE = "(outside)"
@@ -84,7 +85,7 @@ def casts_by(rows: Any, *attributes: str) -> Counter[Any]:
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_cases(MODELS, quick=["mlp", "conv"]))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def test_totals_equal_an_independent_count_and_numbers_do_not_change(device, name, dtype, cls):
     """On a GPU, autograd runs the backward pass in another thread."""

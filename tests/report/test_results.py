@@ -70,6 +70,7 @@ def test_a_result_is_text_for_people_and_json_for_programs(name):
     assert isinstance(json.loads(values), dict)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_table_shows_the_kernels_of_fsdp2_only_if_it_is_asked_to():
     model: Any = sharded(Net(attends=False), None, param_dtype=BF16, reduce_dtype=FP32)
