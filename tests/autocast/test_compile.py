@@ -13,6 +13,7 @@ from distamp import autocast
 from distamp.autocast import AutocastState, OpLists
 from distamp.errors import ConfigError
 
+SLOW = pytest.mark.slow
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.filterwarnings("ignore"),
@@ -58,7 +59,10 @@ def trace(module: nn.Module) -> Callable[..., Any]:
     return torch.jit.trace(module, X)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("transform", [compile_whole, export, export_strictly, trace])
+SLOW_TRANSFORM = pytest.param(compile_whole, marks=SLOW)
+
+
+@pytest.mark.parametrize("transform", [SLOW_TRANSFORM, export, export_strictly, trace])
 def test_regions_are_part_of_the_graph(transform):
     if torch.__version__ < "2.12" and transform in (compile_whole, export_strictly):
         pytest.skip("torch 2.11 breaks the graph where a subclass of its region is made")
@@ -95,7 +99,7 @@ LIST_USERS = [
     pytest.param(Regions(autocast, ops=LISTS), id="regions with lists"),
     pytest.param(Regions(Subclass, ops=LISTS), id="a subclass"),
     pytest.param(apply_state, id="a state"),
-    pytest.param(PROPAGATED, id="a propagated function"),
+    pytest.param(PROPAGATED, id="a propagated function", marks=SLOW),
 ]
 
 
@@ -120,7 +124,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return F.layer_norm(F.linear(x, weight), (4,))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
 def test_a_change_of_lists_never_runs_a_stale_graph(backend):
     compiled = torch.compile(normed, backend=backend, fullgraph=True)
     lists = (None, OpLists(fp32={"linear"}), LISTS, OpLists(fp32={"layer_norm"}))
@@ -156,11 +160,11 @@ def gradient_of_branches(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "compiled"),
     [
-        pytest.param(branches, False, id="cond", marks=pytest.mark.slow),
+        pytest.param(branches, False, id="cond", marks=SLOW),
         pytest.param(batched_linear, False, id="vmap"),
         pytest.param(gradient_of_linear, False, id="grad"),
-        pytest.param(gradient_of_branches, False, id="gradient of cond", marks=pytest.mark.slow),
-        pytest.param(branches, True, id="compiled cond"),
+        pytest.param(gradient_of_branches, False, id="gradient of cond", marks=SLOW),
+        pytest.param(branches, True, id="compiled cond", marks=SLOW),
     ],
 )
 def test_functions_inside_torchs_transforms_follow_the_lists(function, compiled):

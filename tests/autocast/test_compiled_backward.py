@@ -128,9 +128,7 @@ CASES = [
     *((name, way) for name in ("fp32 pin in fp16", "region off in bf16") for way in [*WAYS][:3]),
 ]
 QUICK_CASES = [
-    ("fp32 pin in bf16", "torch.compile(model)"),
     ("bf16 region in fp16", "torch.compile(model)"),
-    ("fp32 pin in fp16", "a function around"),
     ("region off in bf16", "blocks"),
 ]
 
@@ -197,10 +195,9 @@ def in_a_disabled_region_inside(run: Callable[[], Tensor]) -> Tensor:
 
 
 CARRIERS = [in_thread, in_state, in_lists, in_decorated, in_a_disabled_region_inside]
-QUICK_CARRIERS = [in_thread, in_decorated]
 
 
-@pytest.mark.parametrize("around", quick_cases(CARRIERS, QUICK_CARRIERS))
+@pytest.mark.parametrize("around", quick_cases(CARRIERS, quick=[in_thread]))
 def test_it_holds_in_whatever_carries_the_region(around):
     outcomes = []
     for compile_it in (True, False):
@@ -213,6 +210,7 @@ def test_it_holds_in_whatever_carries_the_region(around):
     torch.testing.assert_close(*outcomes, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_graph_break_inside_a_compiled_region_changes_nothing():
     def step(model: nn.Module, x: Tensor) -> Tensor:
         with autocast("cpu"):
@@ -259,13 +257,12 @@ CASES_ON_RANKS = [
     ("FSDP2", "fp16", "fp32"),
     ("FSDP2", "fp16", "bf16"),
 ]
-QUICK_CASES_ON_RANKS = [("DDP", "bf16", "fp32")]
 
 
+# Every rank imports the compiler, which takes long.
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("layout", "level", "pin"), quick_cases(CASES_ON_RANKS, QUICK_CASES_ON_RANKS)
-)
+@pytest.mark.parametrize(("layout", "level", "pin"), CASES_ON_RANKS)
 def test_a_compiled_backward_is_the_eager_one_in_every_layout(layout, level, pin):
     with warnings.catch_warnings():
         # Warnings of torch.compile are errors on the ranks.
@@ -351,9 +348,10 @@ def warned(head: nn.Module, region: AbstractContextManager[Any], calls: int = 2)
 @pytest.mark.parametrize(
     ("head", "pattern"),
     [
-        (
+        pytest.param(
             lambda: set_module_precision(nn.Linear(4, 4), "fp32"),
             r"Linear 'head', .* torch\.float32",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda: set_module_precision(nn.Linear(4, 4), "fp16"),
@@ -375,6 +373,7 @@ def test_a_region_of_torchs_own_class_warns_once_and_names_the_module(head, patt
     assert "Enter distamp.autocast" in message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("none_warned")
 def test_there_is_no_warning_where_the_precision_is_right():
     head = pinned_linear("fp32")
@@ -388,6 +387,7 @@ def test_there_is_no_warning_where_the_precision_is_right():
     assert warned(head, autocast("cpu", enabled=False), 1) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("none_warned")
 def test_a_torch_without_the_setting_warns_in_every_region(monkeypatch):
     monkeypatch.setattr(compiled_backward, "_NAME", "a_setting_torch_has_not")

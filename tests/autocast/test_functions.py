@@ -130,7 +130,7 @@ def test_torchs_reentrant_checkpoint_works_in_a_region_without_lists():
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ops", [None, LISTS])
+@pytest.mark.parametrize("ops", [None, pytest.param(LISTS, marks=pytest.mark.slow)])
 def test_our_contexts_work_in_a_compiled_function(ops):
     compiled = torch.compile(with_our_contexts, backend="aot_eager", fullgraph=True)
     results = []

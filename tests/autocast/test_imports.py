@@ -86,7 +86,7 @@ def test_the_old_custom_fwd_casts_tensors_of_its_device_type_alone(device_type, 
     assert calls == [(dtype, False)]
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_the_old_custom_bwd_casts_nothing(device_type):
     amp = importlib.import_module(f"distamp.{device_type}.amp")
     calls: list[object] = []

@@ -636,6 +636,7 @@ def run_program(text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_lists_work_in_a_process_with_another_backend(new_ranks):
     process = new_ranks(1)
     assert process.run(run_program, BACKEND + PROGRAM, group="none") == [True]

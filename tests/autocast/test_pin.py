@@ -229,7 +229,7 @@ DTYPES_OF_CALLS = {
 }
 CALLS = list(itertools.product(DTYPES_OF_CALLS, [False, True]))
 # A compilation takes long.
-QUICK_CALLS = [*((call, False) for call in DTYPES_OF_CALLS), (nested_hidden, True)]
+QUICK_CALLS = [(call, False) for call in DTYPES_OF_CALLS]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
