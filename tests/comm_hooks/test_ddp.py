@@ -267,13 +267,12 @@ def check_every_parameter(model: Any, grads: list[list[Tensor]], bound: float) -
 
 
 CASES_OF_SMALL_PARAMETERS = list(itertools.product(["DDP", "FSDP2"], ["fp16", "int8"], [1, 2]))
-QUICK_CASES_OF_SMALL_PARAMETERS = [("DDP", "fp16", 2), ("FSDP2", "int8", 2)]
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("wrapper", "format", "ranks_per_host"),
-    quick_cases(CASES_OF_SMALL_PARAMETERS, QUICK_CASES_OF_SMALL_PARAMETERS),
+    quick_cases(CASES_OF_SMALL_PARAMETERS, quick=[("DDP", "fp16", 2)]),
 )
 def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, format, ranks_per_host):
     wrap = DistributedDataParallel if wrapper == "DDP" else fully_shard
@@ -343,6 +342,7 @@ def test_an_exchange_that_fails_on_one_rank_is_raised_on_every_rank_and_from_the
     check_failing_exchange(messages)
 
 
+@pytest.mark.slow
 def test_a_rank_that_begins_its_exchange_after_the_failure_raises_too(new_ranks):
     pool = new_ranks(3, group_timeout=120)
     messages = pool.run(errors_after_a_failure, "DDP", "exception", "fp16", delay_rank_2=True)

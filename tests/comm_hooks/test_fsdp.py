@@ -433,7 +433,11 @@ def test_a_rounding_error_is_fed_back_to_its_own_part_of_a_shard():
 @on_ranks("world")
 @pytest.mark.parametrize(
     ("world", "hosts", "format", "bound"),
-    [(2, "ab", "int8", 2e-2), (2, "ab", "bf16", 5e-3), (4, "abba", "int8", 2e-2)],
+    [
+        (2, "ab", "int8", 2e-2),
+        (2, "ab", "bf16", 5e-3),
+        pytest.param(4, "abba", "int8", 2e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_are_gathered_in_a_format_and_shards_stay_exact(world, hosts, format, bound):
     model = sharded()
@@ -489,6 +493,7 @@ def local_gradients(model: Any) -> list[Tensor]:
     return [param.grad.to_local() for param in model.parameters()]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_residuals_of_shards_resume_bit_identical_from_torchs_checkpoints(tmp_path):
     model = sharded()
@@ -682,6 +687,7 @@ def test_residuals_take_the_memory_of_all_gradients_on_one_host():
     check_memory("int8", residuals=1.0, param_format="int8")
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_residuals_take_the_memory_of_half_of_the_gradients_on_two_hosts():
     """A rank sends half of its gradients between the hosts."""

@@ -33,7 +33,6 @@ from tests.comm_hooks.training import (
     spread,
 )
 from tests.on_ranks import on_ranks
-from tests.quick_cases import quick_cases
 from tests.ranks import mesh, subgroup
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -204,8 +203,9 @@ def test_a_module_with_several_meshes_is_refused_before_any_module_is_hooked(opt
     assert torch.equal(full_gradients(model), full_gradients(plain))
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper", quick_cases(["DDP", "FSDP2"], quick=["DDP"]))
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_compiled_model_is_registered_as_one_that_is_not(wrapper):
     # torch wants the first bucket to be the smallest.
     settings = {"bucket_cap_mb": 25} if wrapper == "DDP" else {}

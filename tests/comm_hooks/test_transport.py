@@ -78,6 +78,7 @@ def run_in_fork(program: str) -> tuple[int, str]:
         return os.waitstatus_to_exitcode(status), output.read()
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_lane_is_still_in_torch(new_ranks):
     (result,) = new_ranks(1).run(run_in_fork, ENDS_DURING_AN_EXCHANGE, group="none")
     assert result == (0, "")
