@@ -105,6 +105,7 @@ def test_a_gpt_that_is_clipped_goes_on_as_if_the_bad_step_had_been_left_out():
     assert all(map(torch.equal, weights, expected))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_without_a_guard_the_bad_step_makes_weights_nan():
     """torch alone cannot clip here: its clip raises for tensors of two meshes."""

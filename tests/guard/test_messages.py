@@ -268,6 +268,7 @@ def test_a_skip_by_the_norm_is_logged_with_norm_and_limit(make, fused, world):
         assert lines == []
 
 
+@pytest.mark.slow
 @on_devices(2)
 def test_a_skip_by_the_norm_on_a_device_is_logged_with_norm_and_limit():
     """The limit is a tensor there, so that the host learns norm and limit later."""

@@ -245,7 +245,13 @@ def _step_and_read(guard: StepGuard, optimizer: Any, **step: float) -> None:
 
 
 @on_devices(2)
-@pytest.mark.parametrize("step", [{}, {"max_norm": 1.0}], ids=["flags", "norm"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param({}, id="flags"),
+        pytest.param({"max_norm": 1.0}, id="norm", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_on_devices_every_rank_raises_at_the_latest_one_call_later(fused, step):
     model = Net().to(device_type())

@@ -19,7 +19,6 @@ from tests.guard.test_update_check import BadSGD
 from tests.levels.cells import wrapped
 from tests.on_ranks import on_devices, on_ranks
 from tests.place import device_type
-from tests.quick_cases import quick_cases
 from tests.ranks import logged
 
 
@@ -178,8 +177,9 @@ def test_shards_are_not_compared(layout):
     assert len(result.not_compared) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @on_ranks(4)
-@pytest.mark.parametrize("rank", quick_cases(range(4), quick=[1]))
+@pytest.mark.parametrize("rank", range(4))
 def test_under_hsdp_the_replicas_of_a_shard_are_compared(rank):
     model = wrapped(Net(), "HSDP", None, "")
     optimizer, guard = sgd(model), guard_of(model)
@@ -495,6 +495,7 @@ def test_on_devices_the_next_step_is_not_taken_and_every_rank_raises(fused):
     assert torch.equal(model.hidden.weight, weight_then)
 
 
+@pytest.mark.slow
 @on_devices(2)
 def test_on_devices_warn_does_not_skip_a_step():
     torch.manual_seed(0)
