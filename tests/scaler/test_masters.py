@@ -331,8 +331,9 @@ def test_clipped_training_of_shards_is_that_of_the_loop_by_hand(split):
 CALLS_ON_TWO_DIMENSIONS = {"HSDP": "no scaler", "TP": "step", "FSDP2 x TP": "no scaler"}
 
 
+@pytest.mark.slow
 @on_ranks(4)
-@pytest.mark.parametrize("layout", quick_cases(CALLS_ON_TWO_DIMENSIONS, quick=["TP"]))
+@pytest.mark.parametrize("layout", CALLS_ON_TWO_DIMENSIONS)
 def test_training_with_split_masters_on_a_mesh_is_that_of_the_loop_by_hand(layout):
     call = CALLS_ON_TWO_DIMENSIONS[layout]
     train_twins("AdamW", call, split=True, layout=layout)
@@ -705,8 +706,9 @@ def test_a_resumed_run_continues_bit_identical_in_any_order_of_loading(order, sp
     assert equal(resumed.values(), uninterrupted.values())
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@QUICK_IF_SPLIT
+@SPLIT
 def test_a_sharded_run_continues_bit_identical_by_torchs_distributed_checkpoint(tmp_path, split):
     saving = Job(split=split, layout="FSDP2").train(0, 1)
     dcp.save(saving.state(), checkpoint_id=tmp_path)

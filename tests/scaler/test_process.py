@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from distamp import DistGradScaler
 from distamp.scaler import HysteresisLossScale, MasterParameters, StepCounts
 from tests.on_ranks import on_ranks
-from tests.quick_cases import quick_cases
 from tests.scaler.steps import INF, backward, cpu_scaler, iteration, leaf, sgd
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -65,7 +64,9 @@ def test_a_scaler_keeps_no_optimizer_alive(masters: bool) -> None:
         assert reference() is None
 
 
-@MASTERS
+@pytest.mark.parametrize(
+    "masters", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "masters"]
+)
 @pytest.mark.usefixtures("frozen_heap")
 def test_a_scaler_does_not_grow_with_every_optimizer_that_is_gone(masters: bool) -> None:
     scaler = scaler_for(masters)
@@ -136,11 +137,10 @@ def train(step_function: StepFunction, compiled: bool) -> tuple[Any, ...]:
     return parameter.tolist(), late_parameter.item(), scaler.get_scale(), counts
 
 
+# Both ranks import the compiler, which takes long.
+@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "step_function",
-    quick_cases([step, unscale_and_step, clip_and_step, step_all], quick=[unscale_and_step]),
-)
+@pytest.mark.parametrize("step_function", [step, unscale_and_step, clip_and_step, step_all])
 def test_a_compiled_step_trains_as_without(step_function: StepFunction) -> None:
     eager = train(step_function, compiled=False)
     assert eager[1:] == (0.25, 2048.0, StepCounts(taken=2, skipped=1))
@@ -241,6 +241,7 @@ print(*[name for name in sorted(set(sys.modules) - before) if name.startswith(he
 """
 
 
+@pytest.mark.slow
 def test_an_import_and_plain_training_load_nothing_heavy(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -28,7 +28,7 @@ def check_programs(judge: Judge, draws: int, seed: int | None) -> None:
     hold(invariant_holds, draws, seed, programs(), phases=WITHOUT_SHRINKING)
 
 
-@pytest.mark.parametrize("scaler", ["distamp", "guard"])
+@pytest.mark.parametrize("scaler", ["distamp", pytest.param("guard", marks=pytest.mark.slow)])
 def test_invariant_holds_in_a_few_random_programs(ranks, scaler):
     """Steps taken together by a scaler, and by a StepGuard, which also clips as it steps."""
     check_programs(Judge(ranks(WORLD), scaler), draws=2, seed=None)
