@@ -67,7 +67,7 @@ $(TRAINERS_READY): $(READY) tests/trainers/requirements.txt
 
 test-trainers: $(TRAINERS_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest tests/trainers \
-		-n $(JOBS) --dist loadgroup
+		-n $(JOBS) --dist loadgroup -m ""
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ def test_what_a_hook_keeps_follows_the_loss_scale(ranks2, is_late):
     assert growing.weights != pytest.approx(plain.weights, rel=1e-9)
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_sharded_checkpoint_goes_on_with_the_count_it_was_saved_with(ranks2, tmp_path, first):
     """torch makes the optimizer's state by a step before it loads: no step to the scaler."""
     options, path = {"layout": "FSDP2"}, str(tmp_path)
@@ -111,6 +111,7 @@ def test_what_cannot_be_is_refused():
         prepare(accelerator)
 
 
+@pytest.mark.slow  # It imports transformers.
 @on_ranks(2)
 def test_bases_in_the_other_order_are_refused():
     """The Trainer's own methods would hide the mixin's, without a word."""

@@ -64,10 +64,35 @@ def in_group_of(trainer: str) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(GROUPS[trainer])
 
 
+# `make test` imports neither transformers nor TRL for these tests, because the imports take long.
+QUICK_CASES = {
+    "lightning-accumulation, a batch without a loss",
+    "fabric-clip",
+    "accelerate-clip, accumulation",
+    "accelerate-clip, fused optimizer",
+    "accelerate-DDP",
+    "accelerate-FSDP1",
+    "accelerate-fp16-distamp",
+    "accelerate-fp16-torch",
+    "accelerate-bf16, FSDP2-torch",
+}
+
+
+def marks_of(trainer: str, is_quick: bool) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case: the group of its trainer, and whether it is slow."""
+    marks = [in_group_of(trainer)]
+    if not is_quick:
+        marks.append(pytest.mark.slow)
+    return marks
+
+
 def trainer_params() -> list[Any]:
     """Return the trainers for which distamp installs communication hooks."""
-    trainers = ("lightning", "accelerate", "transformers")
-    return [pytest.param(trainer, marks=in_group_of(trainer)) for trainer in trainers]
+    params = []
+    for trainer in ("lightning", "accelerate", "transformers"):
+        marks = marks_of(trainer, is_quick=trainer == "accelerate")
+        params.append(pytest.param(trainer, marks=marks))
+    return params
 
 
 def case_params(table: dict[str, dict[str, Any]]) -> list[Any]:
@@ -76,8 +101,19 @@ def case_params(table: dict[str, dict[str, Any]]) -> list[Any]:
     for trainer, cases in table.items():
         for case, options in cases.items():
             name = f"{trainer}-{case}"
-            mark = in_group_of(trainer)
-            params.append(pytest.param(trainer, options, id=name, marks=mark))
+            marks = marks_of(trainer, name in QUICK_CASES)
+            params.append(pytest.param(trainer, options, id=name, marks=marks))
+    return params
+
+
+def checkpoint_params() -> list[Any]:
+    """Return ``trainer``, ``options`` and the scaler of the run that saves, for each checkpoint."""
+    params = []
+    for trainer, cases in CHECKPOINTS.items():
+        for (case, options), saved_with in itertools.product(cases.items(), ("distamp", "torch")):
+            name = f"{trainer}-{case}-{saved_with}"
+            marks = marks_of(trainer, name in QUICK_CASES)
+            params.append(pytest.param(trainer, options, saved_with, id=name, marks=marks))
     return params
 
 
@@ -115,8 +151,7 @@ def test_a_hook_rounds_the_gradients_that_it_sends(ranks2, trainer):
     assert run_with_hook.weights == pytest.approx(run_without_hook.weights, rel=1e-3)
 
 
-@pytest.mark.parametrize("saved_with", ["distamp", "torch"])
-@pytest.mark.parametrize(("trainer", "options"), case_params(CHECKPOINTS))
+@pytest.mark.parametrize(("trainer", "options", "saved_with"), checkpoint_params())
 def test_a_checkpoint_continues_equally_with_distamp_and_with_torchs_scaler(
     ranks2, tmp_path: Path, trainer, options, saved_with
 ):
@@ -141,17 +176,7 @@ def test_a_checkpoint_continues_equally_with_distamp_and_with_torchs_scaler(
 # -- a NaN on one of two ranks; `cells` has the whole table ----------------------------------------
 
 # `make test-all` runs all cells.
-QUICK_CELLS = {
-    "Lightning-bf16-FSDP2",
-    "Lightning-fp32-DDP",
-    "Fabric-bf16-LoRA on FSDP2",
-    "Accelerate-bf16-FSDP2",
-    "Accelerate-fp16-FSDP2",
-    "Accelerate-fp32-LoRA on FSDP2",
-    "Trainer-bf16-DDP",
-    "Trainer-bf16-LoRA on FSDP2",
-    "TRL-bf16-FSDP2",
-}
+QUICK_CELLS = {"Accelerate-bf16-FSDP2", "Accelerate-fp16-FSDP2"}
 
 
 def cell_params() -> list[Any]:
@@ -159,9 +184,7 @@ def cell_params() -> list[Any]:
     params = []
     for trainer, precision, layout in itertools.product(PACKAGES, PRECISIONS, LAYOUTS):
         cell = f"{trainer}-{precision}-{layout}"
-        marks = [in_group_of(PACKAGES[trainer])]
-        if cell not in QUICK_CELLS:
-            marks.append(pytest.mark.slow)
+        marks = marks_of(PACKAGES[trainer], cell in QUICK_CELLS)
         params.append(pytest.param(trainer, precision, layout, id=cell, marks=marks))
     return params
 

@@ -249,12 +249,19 @@ def test_every_snippet_is_run():
     assert set(snippets()) == set(SNIPPETS)
 
 
+# Their packages take long to import and to start.
+SLOW_SNIPPETS = ("lightning", "transformers", "trl")
+
+
 def snippet_params() -> list[Any]:
     """Return the names of all snippets, each with the worker that imports its package."""
     params = []
     for name in SNIPPETS:
         worker = GROUPS.get(name, "other_trainers")
-        params.append(pytest.param(name, marks=pytest.mark.xdist_group(worker)))
+        marks = [pytest.mark.xdist_group(worker)]
+        if name in SLOW_SNIPPETS:
+            marks.append(pytest.mark.slow)
+        params.append(pytest.param(name, marks=marks))
     return params
 
 

@@ -15,7 +15,12 @@ from distamp.report import compare_gradients
 from tests.on_ranks import on_ranks
 from tests.trainers.common import needs
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("hugging_face")]
+# Each rank imports transformers, which takes most of the time.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("hugging_face"),
+    pytest.mark.slow,
+]
 needs("transformers")
 
 SIZES = {
@@ -70,7 +75,7 @@ def compare(model: nn.Module, reference: nn.Module, micro_batches: int) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_gradients_of_the_plan_of_a_model_match(name, tmp_path):
     comparison = compare(*make_models(name, tmp_path), micro_batches=1)
     assert comparison.matches, str(comparison)
@@ -78,7 +83,7 @@ def test_gradients_of_the_plan_of_a_model_match(name, tmp_path):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.slow), "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_the_comparison_accuses_replicated_parameters_that_torch_finds_unequal(name, tmp_path):
     """Qwen3's norms of heads sum accumulated gradients over the ranks in each backward pass."""
     model, reference = make_models(name, tmp_path)

@@ -32,6 +32,7 @@ def test_a_schedule_by_epoch_moves_where_the_last_step_was_skipped(ranks2):
         assert run.rates == pytest.approx(rates_of_epoch_0 + rates_of_epoch_1 + rate_after_epoch_1)
 
 
+@pytest.mark.slow
 def test_max_steps_are_steps_that_were_taken(ranks2):
     """Three taken steps need four batches, because one of the four is skipped."""
     runs = ranks2.run(train, "lightning", trainer={"max_steps": 3})
@@ -51,6 +52,7 @@ def assert_both_ranks_train_as_the_unsharded_model(
     assert run_0.weights == pytest.approx(unsharded_run.weights, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_under_lightning_and_fsdp1_clipping_is_that_of_the_unsharded_model(ranks2):
     runs = ranks2.run(train, "lightning", clip=0.1, module="FSDP1Net")
     unsharded_run, _ = ranks2.run(train, "lightning", clip=0.1)
@@ -58,12 +60,14 @@ def test_under_lightning_and_fsdp1_clipping_is_that_of_the_unsharded_model(ranks
     assert_both_ranks_train_as_the_unsharded_model(runs, unsharded_run, tolerance=1e-3)
 
 
+@pytest.mark.slow
 def test_under_lightning_a_fused_optimizer_trains_as_the_unfused_one(ranks2):
     runs = ranks2.run(train, "lightning", clip=0.1, settings={"fused": True})
     unfused_run, _ = ranks2.run(train, "lightning", clip=0.1)
     assert_both_ranks_train_as_the_unsharded_model(runs, unfused_run, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clipping",
     [
@@ -78,6 +82,7 @@ def test_under_fabric_a_fused_optimizer_trains_as_the_unfused_one(ranks2, clippi
     assert runs[0].dtypes == unfused_run.dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clipping", "is_fused"),
     [
@@ -93,7 +98,7 @@ def test_under_fabric_and_fsdp1_training_is_that_of_the_unsharded_model(ranks2, 
     assert runs[0].dtypes == unsharded_run.dtypes, "the layers compute in the same dtype"
 
 
-@pytest.mark.parametrize("clip_algorithm", ["norm", "value"])
+@pytest.mark.parametrize("clip_algorithm", [pytest.param("norm", marks=pytest.mark.slow), "value"])
 @on_ranks(2)
 def test_manual_clipping_clips_unscaled_gradients(clip_algorithm: str):
     def train_manually(**options: Any) -> list[float]:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distamp
 from distamp import DistGradScaler
 from tests.levels.cells import Adapted
+from tests.quick_cases import quick_cases
 from tests.trainers.common import (
     FAULT,
     STEPS,
@@ -218,7 +219,13 @@ def train(name: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", SETUPS)
+def setup_params() -> list[Any]:
+    """Return the names of all setups; those with peft are slow, because it imports transformers."""
+    quick_names = [name for name, (_, package) in SETUPS.items() if package != "peft"]
+    return quick_cases(SETUPS, quick_names)
+
+
+@pytest.mark.parametrize("name", setup_params())
 def test_both_ranks_skip_an_overflow_and_the_skip_changes_no_state(ranks2, name):
     _, package = SETUPS[name]
     needs(package)
