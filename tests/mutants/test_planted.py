@@ -38,7 +38,7 @@ def instructions(code: CodeType) -> list[object]:
     return parts
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def read_with_instructions(file: str) -> tuple[str, list[object]]:
     """Return the source of a file, and the instructions of its compiled code."""
     source = (ROOT / file).read_text()

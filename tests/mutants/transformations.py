@@ -103,7 +103,8 @@ class Transformation:
         return bool(node.value == self.constant)
 
 
-@functools.cache
+# Trees of all files would make each full garbage collection take seconds.
+@functools.lru_cache(maxsize=4)
 def parse(source: str) -> ast.AST:
     """Return the syntax tree of a source. No operation changes a tree."""
     return ast.parse(source)
