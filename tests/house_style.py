@@ -5,13 +5,13 @@ values of the files. It never raises one: a file that reads worse than before fa
 """
 
 import ast
-import io
 import json
 import re
-import tokenize
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EXCEPTIONS = ROOT / "tests" / "house_style.json"
@@ -32,7 +32,22 @@ RELATIVE_PHRASE = re.compile(
     r"|the other|none is|but for|beside|whatever|whoever|thereof|alike|each of)\b",
     re.IGNORECASE,
 )
+# A string hides the number signs in it. A string of one line ends with its line at the latest.
+STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""'''
+    r"|'''(?:\\.|[^\\])*?'''"
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'(?:\\.|[^'\\\n])*'"
+    r"|(#[^\n]*)",
+    re.DOTALL,
+)
 VAGUE_OPENING = re.compile(r"(What|Where|Which|Whose|Whether|Who|Of|That|Those|These|As|By)\b")
+
+
+# The types of most values in a node that a walk leaves out.
+CHILDLESS = frozenset({int, str, type(None), ast.Load, ast.Store, ast.Del})
+# The nodes of a syntax tree in the order of a walk, by their exact type.
+NodesByType = dict[type[ast.AST], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -72,16 +87,42 @@ def goals_for(file: str) -> dict[str, float]:
     return GOALS["library" if file.split("/")[0] in LIBRARY else "tests"]
 
 
+def walk(root: ast.AST) -> list[ast.AST]:
+    """Return the nodes that `ast.walk` yields, in its order, but without Load, Store and Del.
+
+    It takes half as long.
+    """
+    nodes = [root]
+    # The list grows while the loop runs.
+    for node in nodes:
+        if type(node) in (ast.Name, ast.Constant):
+            continue
+        for value in vars(node).values():
+            value_type = type(value)
+            if value_type is list:
+                nodes += [child for child in value if isinstance(child, ast.AST)]
+            elif value_type not in CHILDLESS and isinstance(value, ast.AST):
+                nodes.append(value)
+    return nodes
+
+
+def count_expressions(nodes: Iterable[ast.AST]) -> int:
+    """Return how many of the nodes are expressions."""
+    return sum(isinstance(node, ast.expr) for node in nodes)
+
+
 def measure(source: str) -> Style:
     """Measure the source text of one file."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    statements = expressions = 0
-    for node in nodes:
-        if isinstance(node, ast.expr):
-            expressions += 1
-        elif isinstance(node, ast.stmt) and not _is_docstring(node):
-            statements += 1
+    nodes: NodesByType = defaultdict(list)
+    for node in walk(ast.parse(source)):
+        nodes[type(node)].append(node)
+    statements = -sum(map(_is_docstring, nodes[ast.Expr]))
+    expressions = 0
+    for node_type, nodes_of_type in nodes.items():
+        if issubclass(node_type, ast.expr):
+            expressions += len(nodes_of_type)
+        elif issubclass(node_type, ast.stmt):
+            statements += len(nodes_of_type)
 
     names = list(_bound_names(nodes))
     vague_names = sum(name.strip("_") in VAGUE_NAMES for name in names)
@@ -106,39 +147,41 @@ def _ratio(numerator: int, denominator: int) -> float:
     return round(numerator / max(denominator, 1), 1)
 
 
-def _is_docstring(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Expr):
-        return False
-    constant = node.value
+def _is_docstring(statement: ast.Expr) -> bool:
+    constant = statement.value
     return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
 
 
-def _bound_names(nodes: list[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+def _bound_names(nodes: NodesByType) -> Iterator[str]:
+    for node in nodes[ast.Name]:
+        if type(node.ctx) is ast.Store:
             yield node.id
-        elif isinstance(node, ast.arg) and node.arg not in {"self", "cls"}:
-            yield node.arg
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+    for node in nodes[ast.Attribute]:
+        if type(node.ctx) is ast.Store:
             yield node.attr
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for node in nodes[ast.arg]:
+        if node.arg not in {"self", "cls"}:
+            yield node.arg
+    for node_type in (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+        for node in nodes[node_type]:
             yield node.name
 
 
-def _docstrings(nodes: list[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
+def _docstrings(nodes: NodesByType) -> Iterator[str]:
+    for node_type in (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+        for node in nodes[node_type]:
+            # The measures are the same without the indentation.
+            text = ast.get_docstring(node, clean=False)
             if text:
                 yield text
 
 
 def _comments(source: str) -> Iterator[str]:
     directives = ("#!", "# type:", "# noqa", "# ruff")
-    lines = io.StringIO(source)
-    for token in tokenize.generate_tokens(lines.readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(directives):
-            yield token.string.lstrip("# ")
+    for match in STRING_OR_COMMENT.finditer(source):
+        comment = match[1]
+        if comment and not comment.startswith(directives):
+            yield comment.lstrip("# ")
 
 
 def _has_vague_summary(docstring: str) -> bool:
@@ -148,22 +191,20 @@ def _has_vague_summary(docstring: str) -> bool:
     return RELATIVE_PHRASE.search(first_sentence) is not None
 
 
-def _private_names_of_torch(nodes: list[ast.AST]) -> Iterator[str]:
+def _private_names_of_torch(nodes: NodesByType) -> Iterator[str]:
     modules = {"torch": "torch"}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch" and alias.asname:
-                    modules[alias.asname] = alias.name
-        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch":
+    for node in nodes[ast.Import]:
+        for alias in node.names:
+            if alias.name.split(".")[0] == "torch" and alias.asname:
+                modules[alias.asname] = alias.name
+    for node in nodes[ast.ImportFrom]:
+        if str(node.module).split(".")[0] == "torch":
             for alias in node.names:
                 full_name = f"{node.module}.{alias.name}"
                 modules[alias.asname or alias.name] = full_name
                 if _is_private(full_name):
                     yield full_name
-    for node in nodes:
-        if not isinstance(node, ast.Attribute):
-            continue
+    for node in nodes[ast.Attribute]:
         # The text of an attribute takes long to make.
         if not _is_private(node.attr):
             continue

@@ -34,8 +34,8 @@ from tests.docs_words import PAGES as PROSE
 from tests.forked_commands import run_commands
 from tests.house_style import EXCEPTIONS as HOUSE_STYLE
 
-# The code of these pages imports the packages of a trainer on each rank, which takes long.
-SLOW_PAGES = ("docs/howto/lora.md",)
+# The code of these pages takes long: it imports a trainer, compiles, or starts ranks that shard.
+SLOW_PAGES = ("docs/howto/lora.md", "docs/howto/fsdp2.md", "docs/contract.md", "docs/compile.md")
 
 
 def name_of(page: Path) -> str:
@@ -85,6 +85,7 @@ def printed_by_command() -> dict[str, str]:
     return {command: result.output for command, result in zip(OUTPUTS, results, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("output of commands")
 @pytest.mark.parametrize("command", OUTPUTS)
 def test_a_page_shows_the_output_of_a_command(

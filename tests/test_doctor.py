@@ -99,7 +99,7 @@ def test_two_ranks_with_different_versions_both_name_the_difference(ranks2: Any)
     assert problem in second[2]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_without_its_peer_ends_with_a_reason(rank: int) -> None:
     code, output, errors = on_rank(rank, 2, free_port(), {}, ["--timeout", "1"])
     assert code == 1
@@ -107,6 +107,7 @@ def test_a_rank_without_its_peer_ends_with_a_reason(rank: int) -> None:
     assert f"rank {rank} does not reach the 2 ranks" in page
 
 
+@pytest.mark.slow
 def test_a_group_that_cannot_connect_is_a_problem_on_all_ranks(ranks2: Any) -> None:
     answers = run_on_two(ranks2, "--timeout", "3", GLOO_SOCKET_IFNAME="no-such-interface")
     assert [code for code, _, _ in answers] == [1, 1]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from distamp import DistampError, DistGradScaler, comm_hooks, initialize
 from distamp.scaler import HysteresisLossScale
 from tests.on_ranks import on_ranks
+from tests.quick_cases import quick_cases
 from tests.scaler.steps import iteration, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -159,7 +160,7 @@ def damage(make: Callable[[], Subject]) -> tuple[int, list[str]]:
     return refused, faults
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", quick_cases(SUBJECTS, quick=["scaler", "hysteresis"]))
 def test_a_value_of_the_wrong_kind_is_refused_or_works(name: str) -> None:
     refused, faults = damage(SUBJECTS[name])
     assert faults == []

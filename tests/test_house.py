@@ -16,12 +16,14 @@ import distamp
 from tests.house_style import (
     LIBRARY,
     Style,
+    count_expressions,
     goals_for,
     load_exceptions,
     load_private_names,
     measure,
     source_files,
     too_high,
+    walk,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -111,10 +113,15 @@ PATHS = {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def nodes_of(module: str) -> list[ast.AST]:
-    """Return all nodes of the syntax tree of a module."""
-    tree = ast.parse(PATHS[module].read_text())
-    return list(ast.walk(tree))
+    """Return all nodes of the syntax tree of a module, without their contexts."""
+    return walk(tree_of(PATHS[module]))
 
 
 # The worker that has parsed the package runs all tests that read its syntax trees.
@@ -310,10 +317,6 @@ def test_private_names_of_torch_are_read_only_where_they_are_listed(styles):
             assert unlisted == set(), file
 
 
-def _count_expressions(node: ast.AST) -> int:
-    return sum(isinstance(child, ast.expr) for child in ast.walk(node))
-
-
 def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield the functions in a node with their qualified names."""
     for child in ast.iter_child_nodes(node):
@@ -324,13 +327,14 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield from _functions(child, f"{name}.")
 
 
+@reads_trees
 def test_a_function_of_many_expressions_has_a_reason():
     """A long function is hard to read, unless it tells one story from top to bottom."""
     long_functions = set()
     for file in source_files():
         if file.split("/")[0] in LIBRARY:
-            tree = ast.parse((ROOT / file).read_text())
+            tree = tree_of(ROOT / file)
             for name, function in _functions(tree):
-                if _count_expressions(function) > MOST_EXPRESSIONS:
+                if count_expressions(walk(function)) > MOST_EXPRESSIONS:
                     long_functions.add(name)
     assert long_functions == set(LONG_FUNCTIONS)

@@ -84,21 +84,20 @@ def test_the_script_learns_in_float32(loss_in_float32):
     assert loss_in_float32 < LEARNED_LOSS
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=slow), "O2"])
 def test_a_level_learns_as_o0_does(tmp_path, loss_in_float32, level):
     assert run(level, tmp_path) == pytest.approx(loss_in_float32, rel=0.05)
 
 
-# The state at O2 has the states at O0 and O1 in it.
-@pytest.mark.parametrize(
-    "level", [pytest.param("O0", marks=slow), pytest.param("O1", marks=slow), "O2"]
-)
+@slow
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_resumed_run_ends_with_the_loss_of_an_uninterrupted_run(tmp_path, level):
     uninterrupted = run(level, tmp_path)
     run(level, tmp_path, epochs=2)
     assert run(level, tmp_path, resume=tmp_path / "saved.pt") == uninterrupted
 
 
+@slow
 def test_the_flags_of_apexs_examples_work(tmp_path):
     loss = run("O2", tmp_path, keep_batchnorm_fp32="True", loss_scale="128.0")
     assert loss < LEARNED_LOSS
@@ -111,6 +110,7 @@ def run_on_rank(folder: Path, port: int) -> float:
     return as_torchrun_starts_it(port, run, "O1", folder, **changed)
 
 
+@slow
 def test_it_trains_on_two_ranks(new_ranks, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses = new_ranks(2, timeout=200).run(run_on_rank, tmp_path, store.port, group="none")

@@ -268,6 +268,8 @@ assert not {HEAVY} & (set(sys.modules) - modules_of_torch)
 assert id(torch.amp.GradScaler) == scaler_of_torch
 assert distamp.patch_torch().late == ()
 """,
+}
+SLOW_PROGRAMS_AFTER_THE_IMPORT = {
     "no module needs an extra, except the integrations": """
 import importlib, pkgutil
 for module in pkgutil.walk_packages(distamp.__path__, "distamp."):
@@ -289,6 +291,11 @@ assert not {"lightning", "transformers", "rich"} & (set(sys.modules) - before)
 
 def test_an_import_has_no_side_effect_in_a_fresh_interpreter() -> None:
     assert_that_programs_end_without_an_error(PROGRAMS_AFTER_THE_IMPORT, "import distamp")
+
+
+@pytest.mark.slow  # They import more than the package does by itself.
+def test_further_imports_have_no_side_effect_in_a_fresh_interpreter() -> None:
+    assert_that_programs_end_without_an_error(SLOW_PROGRAMS_AFTER_THE_IMPORT, "import distamp")
 
 
 @pytest.mark.slow  # Each program imports the package again.

@@ -55,9 +55,17 @@ def _goes_wrong(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ("raises", r"failed on rank 1 of 2(.|\n)*in _goes_wrong(.|\n)*the planted mistake"),
+        pytest.param(
+            "raises",
+            r"failed on rank 1 of 2(.|\n)*in _goes_wrong(.|\n)*the planted mistake",
+            marks=pytest.mark.slow,
+        ),
         ("dies", "rank 1 died with exit code -9"),
-        ("hangs", r"ranks \[0, 1\] of 2 hung for 2 s(.|\n)*in barrier(.|\n)*in _goes_wrong"),
+        pytest.param(
+            "hangs",
+            r"ranks \[0, 1\] of 2 hung for 2 s(.|\n)*in barrier(.|\n)*in _goes_wrong",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.usefixtures("short_grace")
@@ -69,6 +77,7 @@ def test_what_goes_wrong_is_said_and_leaves_the_next_call_alone(new_ranks, how, 
     assert pool.run(dist.get_rank) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 def test_a_death_may_be_part_of_a_test_and_a_skip_skips_it(new_ranks):
     pool = new_ranks(2)
