@@ -111,7 +111,7 @@ LAYOUTS = ["plain", "DDP", "DDP, fp16 hook", "ZeRO", "OSS", "FSDP1", "FSDP2"]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, ["DDP"]))
+@pytest.mark.parametrize("layout", quick_cases(LAYOUTS, ["DDP", "FSDP2"]))
 def test_at_fp16_a_layout_trains_and_skips_as_one_process_does(single_process, layout):
     check_layout(single_process["fp16"], layout, "fp16")
 
