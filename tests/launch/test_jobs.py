@@ -49,13 +49,14 @@ def train_and_kill(pool: RankPool, run: Path, args: Sequence[object], num_record
         pool.run(jobs.train, run, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "kill_at_records"),
     [
         # The first kill comes before the first checkpoint.
-        pytest.param("--comm-hook int8", (1, 9), id="ddp, int8", marks=pytest.mark.slow),
+        pytest.param("--comm-hook int8", (1, 9), id="ddp, int8"),
         pytest.param("--comm-hook int8", (9,), id="ddp, int8, after a checkpoint"),
-        pytest.param("--shard -1 --async-save", (9,), id="fsdp2", marks=pytest.mark.slow),
+        pytest.param("--shard -1 --async-save", (9,), id="fsdp2"),
     ],
 )
 def test_run_killed_anywhere_has_the_losses_of_one_that_was_not(
@@ -85,6 +86,7 @@ def train_until_sigterm(run: Path, args: Sequence[object]) -> int:
         return call_main(*args, "--run-dir", run)
 
 
+@pytest.mark.slow
 def test_run_that_one_rank_is_asked_to_end_saves_and_exits_with_0(new_ranks, text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 100_000, "--async-save", "--save-every", 3)
     assert new_ranks(2).run(train_until_sigterm, tmp_path, args) == [0, 0]

@@ -51,7 +51,9 @@ def values(rows: jobs.Rows, name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param("--activation-checkpointing selective", "fp32", id="ddp, selective-fp32"),
+        pytest.param(
+            "--activation-checkpointing selective", "fp32", id="ddp, selective-fp32", marks=slow
+        ),
         pytest.param("--shard -1", "fp32", id="fsdp2-fp32", marks=slow),
         pytest.param("--shard -1", "bf16", id="fsdp2-bf16"),
         pytest.param(
@@ -61,9 +63,9 @@ def values(rows: jobs.Rows, name: str) -> list[float]:
             marks=slow,
         ),
         pytest.param("--shard 2 --comm-hook fp16", "fp32", id="hsdp, hook-fp32", marks=slow),
-        pytest.param("--shard 2", "fp16-O2", id="hsdp-fp16-O2"),
+        pytest.param("--shard 2", "fp16-O2", id="hsdp-fp16-O2", marks=slow),
         pytest.param("--tp 4", "fp32", id="tp-fp32", marks=slow),
-        pytest.param("--shard 2 --tp 2", "fp32", id="fsdp2 x tp-fp32"),
+        pytest.param("--shard 2 --tp 2", "fp32", id="fsdp2 x tp-fp32", marks=slow),
         pytest.param("--shard 2 --tp 2", "fp16", id="fsdp2 x tp-fp16", marks=slow),
     ],
 )
@@ -94,6 +96,7 @@ def tear_checkpoint(run: Path, step: int) -> None:
     (run / "checkpoints" / f"step-{step:08d}" / ".metadata").unlink()
 
 
+@slow
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
@@ -107,10 +110,9 @@ def tear_checkpoint(run: Path, step: int) -> None:
             4,
             "--shard 2 --comm-hook fp16 --optimizer sgd",
             id="hsdp, fp16, sgd",
-            marks=slow,
         ),
-        pytest.param(2, "--tp 2", id="tp", marks=slow),
-        pytest.param(2, "--precision fp16-O2", id="fp16-O2", marks=slow),
+        pytest.param(2, "--tp 2", id="tp"),
+        pytest.param(2, "--precision fp16-O2", id="fp16-O2"),
     ],
 )
 def test_resumed_run_has_the_losses_of_one_never_stopped(ranks, text, tmp_path, size, layout):
@@ -199,6 +201,7 @@ def write_former_config(run: Path, text: Path) -> None:
     (run / "config.json").write_text(former)
 
 
+@slow
 def test_run_with_the_former_names_of_flags_resumes_with_the_losses_of_one_never_stopped(
     text, tmp_path
 ):
@@ -219,6 +222,7 @@ def test_run_without_a_time_limit_in_the_former_format_has_none_now(tmp_path):
     assert read_config(tmp_path).max_time == "none"
 
 
+@slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -227,7 +231,6 @@ def test_run_without_a_time_limit_in_the_former_format_has_none_now(tmp_path):
             "--tp 2",
             "--shard -1 --tp 1",
             id="ddp x tp on 4 ranks to fsdp2 on 2",
-            marks=slow,
         ),
     ],
 )
@@ -243,6 +246,7 @@ def test_run_goes_on_on_other_ranks_and_in_another_layout(
     assert losses(resumed) == pytest.approx(losses(expected), rel=1e-5)
 
 
+@slow
 @pytest.mark.parametrize(
     ("level", "next_level", "tolerance"),
     [("fp16-O2", "fp32", 2e-3), ("fp32", "fp16-O2", 2e-3), ("fp16", "bf16-O2", 2e-2)],

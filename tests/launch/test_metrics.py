@@ -110,6 +110,7 @@ def test_summary_lists_the_skipped_steps(skipping_run):
     assert summarize_skips(skipped) in printed
 
 
+@pytest.mark.slow
 def test_last_line_names_the_next_command_if_there_is_a_checkpoint(skipping_run, short_run):
     folder, printed = skipping_run
     assert f"launch.sample {folder}" in printed.splitlines()[-1]
@@ -184,6 +185,7 @@ def test_operations_of_an_example_are_those_counted_by_hand(tiny):
     assert flops_per_example(tiny) == length * (6 * num_weights + attention_flops)
 
 
+@pytest.mark.slow
 def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, short_run):
     folder, _ = short_run
     flops_per_token = flops_per_example(tiny) / 16

@@ -29,6 +29,7 @@ from launch.program import first_usage_error, flag, make_main, run_to_exit_code
 from launch.train import main
 from tests.launch import jobs
 from tests.launch.jobs import SHORT, TINY
+from tests.quick_cases import quick_cases
 
 # The tests share runs and ranks.
 pytestmark = pytest.mark.xdist_group("launch refusals")
@@ -36,6 +37,10 @@ pytestmark = pytest.mark.xdist_group("launch refusals")
 FLAGS = tomllib.loads(Path(__file__).with_name("wrong_flags.toml").read_text())
 BAD_VALUES = FLAGS["bad_values"]
 HINTS = FLAGS["hints"]
+WRONG_FLAGS = FLAGS["wrong_flags"]
+# The import of transformers takes seconds.
+QUICK_WRONG_FLAGS = [flags for flags in WRONG_FLAGS if "hf:" not in flags]
+QUICK_HINTS = [hint for hint in HINTS.items() if "hf:" not in hint[0]]
 MESSAGES = FLAGS["messages"]
 
 
@@ -83,7 +88,7 @@ def test_values_that_a_flag_may_not_have_are_named(names, values):
         assert message.startswith(f"{flag(name)} {value}: ")
 
 
-@pytest.mark.parametrize("flags", FLAGS["wrong_flags"])
+@pytest.mark.parametrize("flags", quick_cases(WRONG_FLAGS, QUICK_WRONG_FLAGS))
 def test_each_wrong_flag_is_named(text, tmp_path, capsys, flags):
     if "hf:" in flags:
         pytest.importorskip("transformers")
@@ -94,7 +99,11 @@ def test_each_wrong_flag_is_named(text, tmp_path, capsys, flags):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("flags", "answer"), HINTS.items(), ids=HINTS)
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    quick_cases(HINTS.items(), QUICK_HINTS),
+    ids=HINTS,
+)
 def test_wrong_flag_is_answered_with_the_right_one(text, tmp_path, capsys, flags, answer):
     if "hf:" in flags:
         pytest.importorskip("transformers")
@@ -178,6 +187,7 @@ def test_what_cannot_go_on_is_named_and_nothing_is_lost(
     assert read_files(tmp_path) == files
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_a_run_before_its_checkpoint(text, tmp_path, capsys):
     args = ("--data", text, *TINY, "--run-dir", tmp_path, "--steps", 5)
     message = refused(capsys, *args, "--lr", "1e30", "--warmup", 0)
@@ -198,6 +208,7 @@ def full_disk() -> Iterator[Callable[[], None]]:
     make_room()
 
 
+@pytest.mark.slow
 # torch warns in one process, from a thread of its own.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("save_mode", ["--no-async-save", "--async-save"])
@@ -221,6 +232,7 @@ def test_on_a_full_disk_the_reason_is_the_last_word_and_no_half_checkpoint_stays
     assert last_checkpoint.name == "step-00000002"
 
 
+@pytest.mark.slow
 def test_a_new_checkpoint_stays_where_an_old_one_cannot_be_removed(
     text, tmp_path, capsys, monkeypatch
 ):
@@ -504,6 +516,7 @@ def test_dry_run_on_the_ranks_of_the_run_starts_it_whole_and_writes_nothing(rank
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_on_the_ranks_of_the_run_refuses_what_only_ranks_can_find(ranks2, text, tmp_path):
     """DDP finds a parameter that the outputs do not depend on."""
     args = ("--data", text, *SHORT, "--model", f"{__name__}:idle", "--run-dir", tmp_path / "run")
@@ -617,6 +630,7 @@ def eager(data: object) -> nn.Module:
     return Eager(256, 256)
 
 
+@pytest.mark.slow
 def test_violation_of_the_first_step_is_a_warning_with_its_fix(text, tmp_path, capsys):
     flags = ("--steps", 2, "--precision", "bf16", "--keep-checkpoints", 0)
     model = ("--model", f"{__name__}:eager")
@@ -630,6 +644,7 @@ def test_violation_of_the_first_step_is_a_warning_with_its_fix(text, tmp_path, c
     assert "Warning" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_precision_of_a_file_pins_modules_and_goes_along_with_the_run(text, tmp_path):
     file = tmp_path / "head_in_fp32.toml"
     file.write_text('level = "bf16"\n[modules]\n"head" = "fp32"\n')

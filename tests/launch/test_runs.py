@@ -175,6 +175,7 @@ def test_data_and_model_of_the_user_train_and_resume(ranks2, tmp_path, model, la
 SMALL_GPT2 = "n_layer=2 n_embd=32 n_head=2 resid_pdrop=0 embd_pdrop=0 attn_pdrop=0"
 
 
+@slow
 def test_model_of_transformers_from_its_config_is_drawn_as_there(text, tmp_path):
     transformers = pytest.importorskip("transformers")
     args = ("--data", text, *SHORT, "--model", "hf:gpt2", "--model-args", *SMALL_GPT2.split())
@@ -197,6 +198,7 @@ def first_loss(model: nn.Module, text: Path) -> float:
     return nn.functional.cross_entropy(logits, targets).item()
 
 
+@slow
 def test_model_of_a_folder_has_its_weights_and_else_new_ones(text, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -308,6 +310,7 @@ def test_fp8_trains_as_bf16_does(text, tmp_path):
     assert fp8 == pytest.approx(bf16, rel=1e-2)
 
 
+@slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler reads it
 def test_compiled_blocks_have_the_losses_of_eager_ones(text, tmp_path, monkeypatch):
     # The last stage of the compiler writes C++ and takes long, so this backend leaves it out.
@@ -326,15 +329,16 @@ def test_compiled_blocks_have_the_losses_of_eager_ones(text, tmp_path, monkeypat
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has ended, with pictures and events."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    flags = "--steps 40 --ema 0.5 --tensorboard --precision fp16 --peak-tflops 0.1"
-    assert call_main("--data", text, *TINY, *flags.split(), "--run-dir", folder) == 0
+    flags = "--steps 25 --ema 0.5 --tensorboard --precision fp16 --peak-tflops 0.1"
+    exit_code = call_main("--data", text, *TINY, *flags.split(), "--run-dir", folder)
+    assert exit_code == 0
     return folder
 
 
 def test_run_leaves_records_a_picture_and_events(finished):
     rows = jobs.records(finished)
     evaluated_steps = [row["step"] for row in rows if "validation_loss" in row]
-    assert evaluated_steps == [0, 40]
+    assert evaluated_steps == [0, 25]
     bits = rows[0]["validation_loss"] / math.log(2)
     assert rows[0]["bits_per_byte"] == pytest.approx(bits)
     for row in training_records(rows):
@@ -364,6 +368,7 @@ def test_evaluate_reads_the_averaged_weights(finished, capsys):
     assert averaged_loss != last_loss
 
 
+@slow
 def test_sample_goes_on_with_a_prompt(finished, capsys):
     def print_sample(*flags: str) -> str:
         """Return the text that the program sample prints for a prompt."""
@@ -377,6 +382,7 @@ def test_sample_goes_on_with_a_prompt(finished, capsys):
     assert print_sample("--temperature", "5", "--top-k", "0") != likeliest
 
 
+@slow
 def test_compare_shows_what_differs(finished, text, tmp_path, capsys):
     other_run = tmp_path / "other"
     picture = tmp_path / "both.png"
@@ -394,7 +400,8 @@ def timed_out_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("timed_out")
     model = ("--model", f"{__name__}:classifier")
     time_limit = ("--steps", 100_000, "--max-time", "0.3s")
-    assert call_main(*CLASSIFY, *model, *time_limit, "--run-dir", folder) == 0
+    exit_code = call_main(*CLASSIFY, *model, *time_limit, "--run-dir", folder)
+    assert exit_code == 0
     return folder
 
 
@@ -555,6 +562,7 @@ def test_run_that_only_skips_ends_and_says_where_to_look(tmp_path):
         jobs.train(tmp_path, args)
 
 
+@slow
 def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 4)
     unlimited = training_records(jobs.train(tmp_path / "unlimited", args))
