@@ -3,11 +3,15 @@
 import os
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 import distamp
 from distamp.autocast import OpLists
+
+# The start of their process takes most of their time.
+pytestmark = pytest.mark.slow
 
 
 def _check_devices() -> None:

@@ -65,6 +65,7 @@ def test_ddp_with_int8_has_the_result_of_the_cpu(sim2, ranks2):
     _compare_with_cpu(sim2, ranks2, "late", "DDP", "int8", True, 1, "foreach")
 
 
+@slow
 def test_ddp_with_int8_and_a_fused_step_has_the_result_of_the_cpu(sim2, ranks2):
     """The host does not read the flag of a skip, so error feedback restarts on the device."""
     _compare_with_cpu(sim2, ranks2, "late_others", "DDP", "int8", True, 1, "fused")
@@ -202,7 +203,7 @@ def test_the_error_of_a_step_is_dropped_by_a_flag_that_the_host_does_not_read(sk
     ("wire", "ranks_per_host"),
     [
         pytest.param("fp16", 1, marks=slow),
-        pytest.param("fp16", 2),
+        pytest.param("fp16", 2, marks=slow),
         pytest.param("int8", 1),
         pytest.param("int8", 2, marks=slow),
     ],

@@ -49,6 +49,7 @@ def test_ddp_with_a_hook_has_the_records_of_the_cpu(sim2, ranks2, text):
     _compare_with_cpu(sim2, ranks2, text, "--comm-hook int8")
 
 
+@pytest.mark.slow
 def test_fsdp_with_a_hook_has_the_records_of_the_cpu(sim2, ranks2, text):
     _compare_with_cpu(sim2, ranks2, text, "--shard -1 --comm-hook fp16")
 
@@ -95,6 +96,7 @@ def _resume_on(device: str, pool: SimPool, text: Path, first_device: str) -> Non
     _assert_same_records(rows, expected_rows)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_device_resumes_on_the_cpu(sim, text):
     _resume_on("cpu", sim, text, first_device="sim")
 

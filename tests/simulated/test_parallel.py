@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import distamp
 from distamp.autocast import DataParallel
 from distamp.masters import MasterParameters
+from tests.quick_cases import quick_cases
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -114,9 +115,10 @@ SETUPS = {
     "fp16 region": (train_region, FP16),
     "fp16 model with masters": (train_with_masters, FP16),
 }
+QUICK_SETUPS = ("fp32", "bf16 region", "bf16 model with masters")
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", quick_cases(SETUPS, QUICK_SETUPS))
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_replicas_compute_in_the_dtype_and_train_as_one_fp32_model(sim, setup, schedule, seed):
     train_in_dtype, dtype = SETUPS[setup]
