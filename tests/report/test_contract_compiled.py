@@ -77,6 +77,7 @@ def test_a_model_that_is_not_compiled_is_judged_by_one_step():
     assert "judged by" not in str(report)
 
 
+@pytest.mark.slow
 def test_a_norm_in_bf16_inside_a_compiled_module_is_found():
     model = compiled_net("aot_eager").bfloat16()
     (violation,) = PrecisionContract(norms="fp32").check(*trained(model))
