@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 # make train needs a part of the developer's environment.
 TRAIN_READY := $(VENV)/.ready-to-train
 RUN ?= runs/readme
-# Ranks, test workers and BLAS threads share the same cores; three workers keep two cores busy.
-JOBS ?= 3
+# Two workers keep two cores busy. Each further one imports torch and collects the tests once more.
+JOBS ?= 2
 
 # The trainers' own packages, beside those of the other tests.
 TRAINERS := .venv-trainers
