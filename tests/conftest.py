@@ -7,6 +7,7 @@ would import torch before the first worker starts.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -27,6 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("sampled") is not None and not is_in_sample(item):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test run on that has a longer limit than ``faulthandler_timeout``.
+
+    pytest would end the whole process after that time, and with it the tests that are left.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker else item.config.getoption("timeout")
+    if float(limit or 0) > float(item.config.getini("faulthandler_timeout")):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

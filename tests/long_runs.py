@@ -29,8 +29,9 @@ PYTEST = "python -m pytest -q -m slow -n 2 --dist loadgroup --timeout 1500"
 HEADER = """\
 # Long runs
 
-Each row has the date and the commit of its run. `python -m tests.long_runs --only NAME` runs one
-again. A `+` after a commit means that files had changes that were not committed.
+{dates}, at the commits below, `python -m tests.long_runs`, or `--only NAME` for single runs.
+
+Each row is one run. A `+` after a commit means that files had changes that were not committed.
 
 | Run | Command | Date and commit | Minutes | Result |
 |---|---|---|---|---|
@@ -129,8 +130,10 @@ def read_rows() -> dict[str, str]:
 def write_rows(rows: dict[str, str]) -> None:
     """Write the page, with the rows in the order of the runs."""
     lines = [rows[run.name] for run in load_runs() if run.name in rows]
+    dates = sorted(re.findall(r"\d{4}-\d\d-\d\d", " ".join(lines)))
+    header = HEADER.format(dates=" to ".join(dict.fromkeys([dates[0], dates[-1]])))
     environment = f"torch {torch.__version__}, {os.cpu_count()} cores."
-    PAGE.write_text(HEADER + "\n".join(lines) + f"\n\n{environment}\n")
+    PAGE.write_text(header + "\n".join(lines) + f"\n\n{environment}\n")
 
 
 def main() -> int:
