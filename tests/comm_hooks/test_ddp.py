@@ -272,7 +272,7 @@ CASES_OF_SMALL_PARAMETERS = list(itertools.product(["DDP", "FSDP2"], ["fp16", "i
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("wrapper", "format", "ranks_per_host"),
-    quick_cases(CASES_OF_SMALL_PARAMETERS, quick=[("DDP", "fp16", 2)]),
+    quick_cases(CASES_OF_SMALL_PARAMETERS, quick=[("DDP", "fp16", 2), ("DDP", "int8", 2)]),
 )
 def test_a_small_parameter_among_large_ones_arrives_as_well(wrapper, format, ranks_per_host):
     wrap = DistributedDataParallel if wrapper == "DDP" else fully_shard

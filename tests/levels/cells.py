@@ -391,9 +391,7 @@ def judge(level_name: str, layout: str, extra: str, answers: list[tuple[str, Any
     reason = _error_of_step(level, extra, params)
     if reason:
         return Outcome("wrong", reason)
-    # Compiled, emulated products of float8 are in float32.
-    is_emulated = level.linear_recipe is not None and extra == "compile"
-    expected = {"compute": "fp32"} if extra == "op lists" or is_emulated else {}
+    expected = {"compute": "fp32"} if extra == "op lists" else {}
     if violations != expected:
         return Outcome("wrong", f"the level's contract is broken: {violations}")
     return Outcome("right")
