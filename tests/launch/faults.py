@@ -6,7 +6,8 @@ The faults are a JSON object in the environment variable ``PLANTED_FAULTS``:
     flip: Steps after which one bit of one weight of the last rank is flipped.
     poison: Steps with NaN in a gradient of the last rank.
     once: A folder. A fault of ``nan`` or ``flip`` makes a file there, and happens only once.
-    dropped: Steps without their batches, in a run for comparison.
+    dropped: Steps without their batches, in a run for comparison. It skips poisoned steps without a
+        limit in a row, because a run that was killed between poisoned steps counts from 0 again.
 
 docs/images/rewind.png is the picture in the folder of this run, in which `once` is an empty folder:
 
@@ -32,6 +33,8 @@ if not __package__:
 import torch
 from torch import Tensor
 
+from distamp.levels import Amp
+from launch import job as launch_job
 from launch import train
 from launch.data import Batch
 from launch.job import Job
@@ -48,6 +51,7 @@ class Faults:
 
     def __init__(self, planted: dict[str, Any]) -> None:
         self._planted = planted
+        self._initialize = launch_job.initialize
         self._run_passes = train.run_passes
         self._train_step = train.train_step
         self._training_batches = train.training_batches
@@ -55,7 +59,15 @@ class Faults:
     def patches(self) -> list[Any]:
         """Return context managers that plant the faults."""
         names = ("run_passes", "train_step", "training_batches")
-        return [mock.patch.object(train, name, getattr(self, name)) for name in names]
+        patches = [mock.patch.object(train, name, getattr(self, name)) for name in names]
+        if "dropped" in self._planted:
+            patches.append(mock.patch.object(launch_job, "initialize", self.initialize))
+        return patches
+
+    def initialize(self, *args: Any, **settings: Any) -> Amp:
+        """Call distamp's `initialize` without a limit of skips in a row."""
+        settings["max_consecutive_skips"] = None
+        return self._initialize(*args, **settings)
 
     def training_batches(self, job: Job) -> Iterator[Batch]:
         """Yield the batches of a run without the dropped ones."""

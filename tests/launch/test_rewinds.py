@@ -21,6 +21,11 @@ REWINDING = f"""
 FLAGS = (*jobs.TINY, *REWINDING.split())
 
 
+def make_args(text: Path, flags: str = "") -> tuple[Any, ...]:
+    """Return the flags of a run on a text that goes back, and more flags."""
+    return ("--data", text, *FLAGS, *flags.split())
+
+
 def train_with(folder: Path, planted: dict[str, Any], *args: Any) -> jobs.Rows:
     """Do a run with planted faults on this rank, and return its records."""
     planted = {"once": str(folder.parent), **planted}
@@ -40,14 +45,14 @@ def compare_with_clean_run(
 ) -> None:
     """Compare a run that goes back after faults with a run without the batches it passed over."""
     faulty_run = folder / "faults"
-    length = ("--steps", steps, "--save-every", steps)
+    length = f"--steps {steps} --save-every {steps}".split()
     rows = pool.run(train_with, faulty_run, planted, *args, *length)[0]
     rewinds = [row for row in rows if "rewound" in row]
     assert rewinds[-1]["error"] == error
     dropped = jobs.passed_over(rows)
     clean_run = folder / "clean"
     clean_steps = steps - len(dropped)
-    clean_length = ("--steps", clean_steps, "--save-every", clean_steps)
+    clean_length = f"--steps {clean_steps} --save-every {clean_steps}".split()
     pool.run(train_with, clean_run, {"dropped": dropped}, *args, *clean_length)
     for kind in ("model.", "ema.", "optimizer."):
         rewound = jobs.weights(faulty_run, steps, kind)
@@ -68,7 +73,7 @@ def compare_with_clean_run(
 def test_a_run_that_goes_back_equals_a_run_without_the_batches_it_passed_over(
     ranks2, text, tmp_path, planted, error
 ):
-    args = ("--data", text, *FLAGS)
+    args = make_args(text)
     compare_with_clean_run(ranks2, tmp_path, planted, error, args, STEPS)
 
 
@@ -76,20 +81,20 @@ def test_a_short_run_that_goes_back_equals_a_run_without_the_batches_it_passed_o
     ranks2, text, tmp_path
 ):
     planted = {"nan": [5]}
-    args = ("--data", text, *FLAGS)
+    args = make_args(text)
     compare_with_clean_run(ranks2, tmp_path, planted, "NonFiniteWeightsError", args, 8)
 
 
 @slow
 def test_without_the_flag_the_run_ends(ranks2, text, tmp_path):
-    args = ("--data", text, *FLAGS, "--rewind-every", 0, "--check-update", "--steps", STEPS)
+    args = make_args(text, f"--rewind-every 0 --check-update --steps {STEPS}")
     with pytest.raises(Exception, match="step 12: After step 11 of the steps taken by AdamW"):
         ranks2.run(train_with, tmp_path / "run", {"nan": [11]}, *args)
 
 
 @slow
 def test_after_the_last_rewind_the_run_ends(text, tmp_path):
-    args = ("--data", text, *FLAGS, "--max-rewinds", 1, "--steps", STEPS)
+    args = make_args(text, f"--max-rewinds 1 --steps {STEPS}")
     with pytest.raises(UsageError, match="The run has gone back --max-rewinds 1 times"):
         train_with(tmp_path / "run", {"nan": [5, 11]}, *args)
 
@@ -102,7 +107,7 @@ def training_records(rows: jobs.Rows) -> jobs.Rows:
 @slow
 def test_a_run_that_was_resumed_after_a_rewind_has_the_same_end(text, tmp_path):
     planted = {"nan": [11]}
-    args = ("--data", text, *FLAGS, "--save-every", 8)
+    args = make_args(text, "--save-every 8")
     uninterrupted = train_with(tmp_path / "uninterrupted", planted, *args, "--steps", STEPS)
     # The fault wrote this file so that it does not strike a second time.
     (tmp_path / "nan-11").unlink()
@@ -113,8 +118,21 @@ def test_a_run_that_was_resumed_after_a_rewind_has_the_same_end(text, tmp_path):
 
 
 @slow
+def test_a_run_that_was_resumed_between_poisoned_steps_skips_them_and_goes_on(text, tmp_path):
+    poison = {"poison": [7, 8, 9]}
+    args = make_args(text, "--save-every 8")
+    run = tmp_path / "resumed"
+    train_with(run, poison, *args, "--steps", 8)
+    resumed = train_with(run, poison, "--resume", run, "--steps", STEPS)
+    assert not any("rewound" in row for row in resumed)
+    # A run for comparison does the same without the resume.
+    clean = train_with(tmp_path / "clean", {"dropped": [], **poison}, *args, "--steps", STEPS)
+    assert training_records(resumed) == training_records(clean)
+
+
+@slow
 def test_no_checkpoint_is_written_of_weights_with_nan(text, tmp_path):
-    args = ("--data", text, *FLAGS, "--rewind-every", 0, "--save-every", 4, "--steps", 4)
+    args = make_args(text, "--rewind-every 0 --save-every 4 --steps 4")
     with pytest.raises(UsageError, match="no checkpoint of step 4 was written: Weights or"):
         train_with(tmp_path / "run", {"nan": [4]}, *args)
     assert not list((tmp_path / "run").glob("checkpoints/step*"))
