@@ -12,6 +12,7 @@ differed from the plan.
 """
 
 import argparse
+import gc
 import hashlib
 import io
 import itertools
@@ -307,6 +308,8 @@ def count_shared_memory(process: psutil.Process) -> int:
 
 def count_resources() -> dict[str, float]:
     """Return the resources that this process holds, and the files that it left."""
+    # Python frees objects that refer to each other at times of its own choice.
+    gc.collect()
     process = psutil.Process()
     heap = psutil.heap_info()
     sockets = process.net_connections("all")
