@@ -37,12 +37,6 @@ RANKS = 2
 GRACE_S = 20
 
 
-def make_flags(text: Path, flags: str) -> list[str]:
-    """Return the flags of a tiny run on a text."""
-    tiny = [str(word) for word in ("--data", text, *jobs.TINY)]
-    return [*tiny, *flags.split()]
-
-
 def start(
     folder: Path, args: list[str], planted: dict[str, object] | None = None
 ) -> subprocess.Popen[bytes]:
@@ -161,7 +155,7 @@ def run_with_faults(kills: int, seed: int, steps: int) -> int:
         run = folder / "run"
         clean_run = folder / "clean"
         planted = draw_faults(chance, steps, folder)
-        base = make_flags(jobs.text_file(folder), FAULTY_RUN)
+        base = jobs.make_flags(jobs.text_file(folder), FAULTY_RUN)
         args = [*base, "--steps", str(steps)]
         num_kills = 0
         job = start(run, args, planted)
@@ -208,7 +202,7 @@ def run_without_faults(kills: int, seed: int, steps: int, flags: str) -> int:
         folder = Path(name)
         run = folder / "run"
         uninterrupted_run = folder / "uninterrupted"
-        args = make_flags(jobs.text_file(folder), f"{FP16_RUN} --steps {steps} {flags}")
+        args = jobs.make_flags(jobs.text_file(folder), f"{FP16_RUN} --steps {steps} {flags}")
         assert start(uninterrupted_run, args).wait() == 0
         uninterrupted = jobs.records(uninterrupted_run)
         for number in range(1, kills + 1):

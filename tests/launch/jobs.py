@@ -47,6 +47,12 @@ def text_file(folder: Path) -> Path:
     return path
 
 
+def make_flags(text: Path, flags: str) -> list[str]:
+    """Return the flags of a tiny run on a text."""
+    tiny = [str(word) for word in ("--data", text, *TINY)]
+    return [*tiny, *flags.split()]
+
+
 def train(folder: Path, *runs: Sequence[object]) -> Rows:
     """Start runs in one folder one after another on this rank, and return the records."""
     for args in runs:

@@ -18,12 +18,11 @@ REWINDING = f"""
 --precision bf16 --schedule constant --ema 0.9 --check-replicas-every 2 --on-mismatch raise
 --rewind-every 4 --max-rewinds 9 --save-every {STEPS} --eval-every {STEPS}
 """
-FLAGS = (*jobs.TINY, *REWINDING.split())
 
 
-def make_args(text: Path, flags: str = "") -> tuple[Any, ...]:
-    """Return the flags of a run on a text that goes back, and more flags."""
-    return ("--data", text, *FLAGS, *flags.split())
+def make_args(text: Path, flags: str = "") -> list[str]:
+    """Return the flags of a tiny run that goes back, and more flags."""
+    return jobs.make_flags(text, f"{REWINDING} {flags}")
 
 
 def train_with(folder: Path, planted: dict[str, Any], *args: Any) -> jobs.Rows:
@@ -40,7 +39,7 @@ def compare_with_clean_run(
     folder: Path,
     planted: dict[str, Any],
     error: str,
-    args: tuple[Any, ...],
+    args: list[str],
     steps: int,
 ) -> None:
     """Compare a run that goes back after faults with a run without the batches it passed over."""
