@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from distamp import autocast
 from distamp.autocast import AutocastState, OpLists
+from distamp.autocast.op_kernels import AutocastKernel
 from tests.on_ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -151,6 +153,21 @@ def test_a_thread_of_autograd_finds_lists_by_their_value():
     thread.start()
     thread.join()
     assert states == [state]
+
+
+def kernels_in_memory() -> list[AutocastKernel]:
+    return [candidate for candidate in gc.get_objects() if type(candidate) is AutocastKernel]
+
+
+def test_a_kernel_outlives_its_registration_for_threads_that_are_about_to_enter_it():
+    """torch reads the address of a kernel first, and then waits for the GIL."""
+    kernels_before = weakref.WeakSet(kernels_in_memory())
+    # torch keeps only the last kernel that was removed.
+    for _ in range(3):
+        enter(OpLists(fp32={"erfc"}))
+        assert not has_kernel()
+    gc.collect()
+    assert len([kernel for kernel in kernels_in_memory() if kernel not in kernels_before]) == 3
 
 
 @on_ranks(1)
