@@ -126,6 +126,11 @@ def records(folder: Path) -> Rows:
     return rows
 
 
+def training_records(rows: Rows) -> Rows:
+    """Return the records of steps, without the records of rewinds and evaluations."""
+    return [row for row in rows if "loss" in row]
+
+
 def losses(rows: Rows) -> list[float]:
     """Return the training losses of the records."""
     return [row["loss"] for row in rows if "loss" in row]

@@ -45,11 +45,6 @@ def list_skips(rows: jobs.Rows) -> list[int]:
     return [row["step"] for row in rows if not row.get("taken", True)]
 
 
-def list_steps(rows: jobs.Rows) -> jobs.Rows:
-    """Return the records of training steps."""
-    return [row for row in rows if "loss" in row]
-
-
 def summarize_skips(skipped: list[int]) -> str:
     """Return the sentence of the summary, which lists the last eight of the skipped steps."""
     steps = [str(step) for step in skipped[-8:]]
@@ -87,7 +82,7 @@ def test_log_file_has_a_line_for_each_record(skipping_run):
     folder, printed = skipping_run
     assert printed.count("checkpoint written") == 1
     lines = [line for line in printed.splitlines() if "tokens/s" in line]
-    rows = list_steps(jobs.records(folder))
+    rows = jobs.training_records(jobs.records(folder))
     assert len(rows) == 12
     for line, row in zip(lines, rows, strict=True):
         assert line.startswith(f"step {row['step']:>2}/12  loss {row['loss']:.4f}  ")
@@ -124,7 +119,7 @@ def test_a_record_lists_the_skipped_steps_since_the_record_before_it(text, tmp_p
     skipped = list_skips(jobs.train(tmp_path / "every step", args))
     assert skipped
     printed = print_run(tmp_path / "sixth steps", *args, "--log-every", 6)
-    first, second = list_steps(jobs.records(tmp_path / "sixth steps"))
+    first, second = jobs.training_records(jobs.records(tmp_path / "sixth steps"))
     assert first["step"] == 6
     assert second["step"] == 12
     assert first["skipped_steps"] + second["skipped_steps"] == skipped
@@ -190,7 +185,7 @@ def test_utilisation_is_operations_a_second_as_a_part_of_the_peak(tiny, short_ru
     folder, _ = short_run
     flops_per_token = flops_per_example(tiny) / 16
     peak_flops = 1e9  # --peak-tflops 1e-3
-    for row in list_steps(read_records(folder)):
+    for row in jobs.training_records(read_records(folder)):
         utilisation = row["tokens_per_second"] * flops_per_token / peak_flops
         assert row["mfu"] == pytest.approx(utilisation, abs=1e-4)
 

@@ -98,11 +98,6 @@ def test_after_the_last_rewind_the_run_ends(text, tmp_path):
         train_with(tmp_path / "run", {"nan": [5, 11]}, *args)
 
 
-def training_records(rows: jobs.Rows) -> jobs.Rows:
-    """Return the records of steps, without the records of rewinds and evaluations."""
-    return [row for row in rows if "loss" in row]
-
-
 @slow
 def test_a_run_that_was_resumed_after_a_rewind_has_the_same_end(text, tmp_path):
     planted = {"nan": [11]}
@@ -112,8 +107,9 @@ def test_a_run_that_was_resumed_after_a_rewind_has_the_same_end(text, tmp_path):
     (tmp_path / "nan-11").unlink()
     run = tmp_path / "resumed"
     train_with(run, planted, *args, "--steps", 16)
-    resumed = train_with(run, planted, "--resume", run, "--steps", STEPS)
-    assert training_records(resumed) == training_records(uninterrupted)
+    resume = ["--resume", run, "--steps", STEPS]
+    resumed = train_with(run, planted, *resume)
+    assert jobs.training_records(resumed) == jobs.training_records(uninterrupted)
 
 
 @slow
@@ -122,11 +118,12 @@ def test_a_run_that_was_resumed_between_poisoned_steps_skips_them_and_goes_on(te
     args = make_args(text, "--save-every 8")
     run = tmp_path / "resumed"
     train_with(run, poison, *args, "--steps", 8)
-    resumed = train_with(run, poison, "--resume", run, "--steps", STEPS)
+    resume = ["--resume", run, "--steps", STEPS]
+    resumed = train_with(run, poison, *resume)
     assert not any("rewound" in row for row in resumed)
     # A run for comparison does the same without the resume.
     clean = train_with(tmp_path / "clean", {"dropped": [], **poison}, *args, "--steps", STEPS)
-    assert training_records(resumed) == training_records(clean)
+    assert jobs.training_records(resumed) == jobs.training_records(clean)
 
 
 @slow

@@ -43,11 +43,6 @@ def call_main(*args: object) -> int:
     return main([str(arg) for arg in args])
 
 
-def training_records(rows: jobs.Rows) -> jobs.Rows:
-    """Return the records of steps, without the records of evaluations."""
-    return [row for row in rows if "loss" in row]
-
-
 # -- data ------------------------------------------------------------------------------------------
 
 
@@ -271,7 +266,7 @@ def averaging_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         (*args, "--save-every", 1, "--keep-checkpoints", 16),
         ("--resume", folder / "checkpoints" / "step-00000011"),
     )
-    return folder, training_records(rows)
+    return folder, jobs.training_records(rows)
 
 
 def steps_after_the_first_update(rows: jobs.Rows) -> jobs.Rows:
@@ -341,7 +336,7 @@ def test_run_leaves_records_a_picture_and_events(finished):
     assert evaluated_steps == [0, 25]
     bits = rows[0]["validation_loss"] / math.log(2)
     assert rows[0]["bits_per_byte"] == pytest.approx(bits)
-    for row in training_records(rows):
+    for row in jobs.training_records(rows):
         assert 0 < row["mfu"] < 1
     training_losses = losses(rows)
     assert training_losses[-1] < 0.8 * training_losses[0]
@@ -533,7 +528,7 @@ REPORT_NONFINITE = ("--precision", "bf16", "--on-nonfinite", "report")
 def test_batch_with_a_nan_is_skipped_on_every_rank_and_its_birth_is_told(ranks2, tmp_path):
     flags = ("--data", f"{__name__}:one_nan", "--global-batch-size", 16, *REPORT_NONFINITE)
     rows = ranks2.run(jobs.train, tmp_path, (*CLASSIFY_HALVES, "--steps", 6, *flags))[0]
-    steps = training_records(rows)
+    steps = jobs.training_records(rows)
     skipped = [row["step"] for row in steps if not row["taken"]]
     without_loss = [row["step"] for row in steps if row["loss"] is None]
     # Two batches are an epoch, so the example comes three times in six steps.
@@ -565,12 +560,12 @@ def test_run_that_only_skips_ends_and_says_where_to_look(tmp_path):
 @slow
 def test_step_whose_norm_is_a_spike_is_skipped(text, tmp_path):
     args = ("--data", text, *TINY, "--steps", 4)
-    unlimited = training_records(jobs.train(tmp_path / "unlimited", args))
+    unlimited = jobs.training_records(jobs.train(tmp_path / "unlimited", args))
     norms = [row["gradient_norm"] for row in unlimited]
     # The steps before the largest norm are the same in both runs, so that norm comes again.
     limit = 0.999 * max(norms)
     limited = jobs.train(tmp_path / "limited", (*args, "--skip-norm-above", limit))
-    steps = training_records(limited)
+    steps = jobs.training_records(limited)
     for row in steps:
         assert row["taken"] == (row["gradient_norm"] <= limit)
     assert any(not row["taken"] for row in steps)

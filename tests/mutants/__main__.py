@@ -112,11 +112,15 @@ def main() -> int:
             outcome = "found" if result.found else f"NOT FOUND {result.output}"
             print(f"{fault.room}: {fault.name}: {result.seconds:.0f} s: {outcome}", flush=True)
         tests = sorted({result.fault.found_by for result in results if result.found})
-        failing = run_tests(tree, tests)[0] if tests else []
+        failing, error_output = run_tests(tree, tests) if tests else ([], "")
     missed = [result for result in results if not result.found or result.fault.found_by in failing]
+    if error_output:
+        missed = results
     lines = format_rows(results, missed)
     for test in failing:
         lines.append(f"{test} fails without a fault, too.")
+    if error_output:
+        lines.append(f"Without a fault, the run of the tests failed: {error_output}")
     seconds = time.monotonic() - started
     num_found = len(results) - len(missed)
     lines.append(f"\n{num_found} of {len(results)} faults found, {seconds:.0f} s.")
