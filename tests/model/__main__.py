@@ -1,6 +1,7 @@
 """``python -m tests.model``: every model and every planted fault, as a table.
 
-The names of models choose some of them; ``--large`` adds the runs of a million states and more.
+The names of models choose some of them; ``--large`` runs the ones of a million states and more
+instead of the others.
 With ``--store`` it writes the walks for real ranks, for machines without SPIN.
 """
 
@@ -25,7 +26,7 @@ def main() -> int:
     models = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     num_wrong = 0
     for run in RUNS:
-        if run.is_large and "--large" not in sys.argv:
+        if run.is_large != ("--large" in sys.argv):
             continue
         if models and run.model not in models:
             continue
