@@ -24,7 +24,7 @@ def main() -> int:
     print("| model | defines | result | states | depth | seconds |")
     print("|---|---|---|---|---|---|")
     models = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    num_wrong = 0
+    num_wrong = num_held = num_found = 0
     for run in RUNS:
         if run.is_large != ("--large" in sys.argv):
             continue
@@ -34,7 +34,10 @@ def main() -> int:
         is_right = run.violation in outcome.violation
         is_right = is_right and bool(run.violation) == bool(outcome.violation)
         num_wrong += not is_right
+        num_held += is_right and not run.violation
+        num_found += is_right and bool(run.violation)
         print(table_row(run, outcome, is_right), flush=True)
+    print(f"\n{num_held} models hold, {num_found} planted faults found, {num_wrong} runs wrong.")
     return num_wrong
 
 
