@@ -12,6 +12,7 @@ differed from the plan.
 """
 
 import argparse
+import ctypes
 import gc
 import hashlib
 import io
@@ -308,8 +309,10 @@ def count_shared_memory(process: psutil.Process) -> int:
 
 def count_resources() -> dict[str, float]:
     """Return the resources that this process holds, and the files that it left."""
-    # Python frees objects that refer to each other at times of its own choice.
+    # Python frees objects that refer to each other at times of its own choice, and malloc returns
+    # free pages to the system at times of its own.
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     process = psutil.Process()
     heap = psutil.heap_info()
     sockets = process.net_connections("all")
