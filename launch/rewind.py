@@ -29,6 +29,7 @@ class Rewinds:
         config = job.config
         self._job = job
         self._num_left = config.max_rewinds
+        self._record_has_failed = False
         self.is_enabled = config.rewind_every > 0
         self._snapshots: Snapshots | None = None
         if self.is_enabled:
@@ -46,8 +47,13 @@ class Rewinds:
             NonFiniteError: The run must not be copied, because it is bad.
             ReplicaMismatchError: The same, because replicas differ.
         """
-        if self._snapshots is not None:
+        if self._snapshots is None:
+            return
+        try:
             self._snapshots.record()
+        except RUN_IS_BAD:
+            self._record_has_failed = True
+            raise
 
     def go_back(self, error: Exception) -> int:
         """Go back to the newest snapshot, and return the number of steps that were taken back.
@@ -71,6 +77,10 @@ class Rewinds:
         except CallOrderError as no_snapshot:
             raise UsageError(f"step {step}: {error} {no_snapshot}") from None
         self._num_left -= 1
+        if self._record_has_failed:
+            # `rewind` counts a call of `record` that raised. The step of this call is under way.
+            self._record_has_failed = False
+            num_steps -= 1
         return num_steps
 
     def _end_text(self, error: Exception) -> str:

@@ -380,7 +380,7 @@ class Snapshots:
 
         Returns:
             The number of iterations that every rank goes back: the `record` calls since the
-            snapshot. The iteration under way is not counted.
+            snapshot, with a call that raised. An iteration without such a call is not counted.
 
         Raises:
             CallOrderError: There is no such snapshot on all ranks.

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ FAULTY_RUN = f"""
 --on-mismatch raise --rewind-every 4 --max-rewinds 1000
 """
 RANKS = 2
+FAILED_RUN = jobs.ROOT / "build" / "chaos"
 # Seconds that ranks have to end after torchrun was killed.
 GRACE_S = 20
 
@@ -40,14 +42,18 @@ GRACE_S = 20
 def start(
     folder: Path, args: list[str], planted: dict[str, object] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start or resume a run under torchrun, with planted faults if there are any."""
+    """Start or resume a run under torchrun, with planted faults if there are any.
+
+    Its output is added to a file beside its folder.
+    """
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {RANKS}"
     script = "launch/train.py" if planted is None else "tests/launch/faults.py"
     command = [sys.executable, *torchrun.split(), str(jobs.ROOT / script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(jobs.ROOT)}
     environment[ENVIRONMENT_VARIABLE] = json.dumps(planted or {})
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([*command, *args, "--run-dir", str(folder)], env=environment, **quiet)
+    command += [*args, "--run-dir", str(folder)]
+    with folder.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def find_processes(folder: Path) -> list[psutil.Process]:
@@ -137,14 +143,15 @@ def find_skipped_steps(poisoned: list[int], dropped: list[int]) -> list[int]:
     return skipped
 
 
-def has_equal_weights(run: Path, steps: int, clean_run: Path, clean_steps: int) -> bool:
-    """Return whether the last checkpoints of two runs have equal weights, averages and state."""
+def find_difference(run: Path, steps: int, clean_run: Path, clean_steps: int) -> str:
+    """Return how the last checkpoints of two runs differ; empty if they are equal to the bit."""
     for kind in ("model.", "ema.", "optimizer."):
         weights = jobs.weights(run, steps, kind)
         clean_weights = jobs.weights(clean_run, clean_steps, kind)
         if not torch.equal(weights, clean_weights):
-            return False
-    return True
+            difference = (weights - clean_weights).abs().max()
+            return f"{kind[:-1]} differs by {difference:.3g}"
+    return ""
 
 
 def run_with_faults(kills: int, seed: int, steps: int) -> int:
@@ -175,16 +182,23 @@ def run_with_faults(kills: int, seed: int, steps: int) -> int:
         clean_args = [*base, "--steps", str(clean_steps), "--save-every", str(clean_steps)]
         clean_faults = {"dropped": dropped, "poison": skipped}
         clean_exit_code = start(clean_run, clean_args, clean_faults).wait()
-        is_equal = exit_code == clean_exit_code == 0
-        is_equal = is_equal and has_equal_weights(run, steps, clean_run, clean_steps)
+        difference = f"the runs ended with exit codes {exit_code} and {clean_exit_code}"
+        if exit_code == clean_exit_code == 0:
+            difference = find_difference(run, steps, clean_run, clean_steps)
+        if difference:
+            # The records, checkpoints and output of both runs.
+            shutil.rmtree(FAILED_RUN, ignore_errors=True)
+            shutil.copytree(folder, FAILED_RUN)
     counts = {error: errors.count(error) for error in sorted(set(errors))}
-    result = "bit-identical" if is_equal else "NOT EQUAL"
     print(f"{num_kills} kills; went back {len(errors)} times: {counts};")
     print(
         f"{len(dropped)} of {steps} steps passed over, {len(skipped)} more poisoned ones skipped;"
     )
+    result = "bit-identical"
+    if difference:
+        result = f"NOT EQUAL: {difference}. Both runs are in {FAILED_RUN}"
     print(f" weights, averages and state: {result}")
-    return int(not is_equal)
+    return int(bool(difference))
 
 
 def is_torn(run: Path) -> bool:
