@@ -380,7 +380,8 @@ class Snapshots:
 
         Returns:
             The number of iterations that every rank goes back: the `record` calls since the
-            snapshot, with a call that raised. An iteration without such a call is not counted.
+            snapshot, including one that raised. An iteration that raised before its `record` is not
+            counted.
 
         Raises:
             CallOrderError: There is no such snapshot on all ranks.

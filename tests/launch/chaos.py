@@ -34,7 +34,8 @@ FAULTY_RUN = f"""
 --on-mismatch raise --rewind-every 4 --max-rewinds 1000
 """
 RANKS = 2
-FAILED_RUN = jobs.ROOT / "build" / "chaos"
+# The folder of two runs that differ, in the root of the repository.
+FAILED_RUNS = Path("build", "chaos")
 # Seconds that ranks have to end after torchrun was killed.
 GRACE_S = 20
 
@@ -143,6 +144,13 @@ def find_skipped_steps(poisoned: list[int], dropped: list[int]) -> list[int]:
     return skipped
 
 
+def keep_runs(folder: Path) -> None:
+    """Copy the records, checkpoints and output of two runs that differ."""
+    destination = jobs.ROOT / FAILED_RUNS
+    shutil.rmtree(destination, ignore_errors=True)
+    shutil.copytree(folder, destination)
+
+
 def find_difference(run: Path, steps: int, clean_run: Path, clean_steps: int) -> str:
     """Return how the last checkpoints of two runs differ; empty if they are equal to the bit."""
     for kind in ("model.", "ema.", "optimizer."):
@@ -186,9 +194,7 @@ def run_with_faults(kills: int, seed: int, steps: int) -> int:
         if exit_code == clean_exit_code == 0:
             difference = find_difference(run, steps, clean_run, clean_steps)
         if difference:
-            # The records, checkpoints and output of both runs.
-            shutil.rmtree(FAILED_RUN, ignore_errors=True)
-            shutil.copytree(folder, FAILED_RUN)
+            keep_runs(folder)
     counts = {error: errors.count(error) for error in sorted(set(errors))}
     print(f"{num_kills} kills; went back {len(errors)} times: {counts};")
     print(
@@ -196,7 +202,7 @@ def run_with_faults(kills: int, seed: int, steps: int) -> int:
     )
     result = "bit-identical"
     if difference:
-        result = f"NOT EQUAL: {difference}. Both runs are in {FAILED_RUN}"
+        result = f"NOT EQUAL: {difference}. Both runs are in {FAILED_RUNS}"
     print(f" weights, averages and state: {result}")
     return int(bool(difference))
 
@@ -234,10 +240,12 @@ def run_without_faults(kills: int, seed: int, steps: int, flags: str) -> int:
         exit_code = start(run, args).wait()
         is_equal = exit_code == 0 and jobs.records(run) == uninterrupted
         has_survivors = bool(find_processes(run))
+        if not is_equal:
+            keep_runs(folder)
     has_survivors = has_survivors or any(hit.num_survivors for hit in hits)
     num_skipped = sum(not row.get("taken", True) for row in uninterrupted)
     num_agents = sum(hit.victim == "torchrun" for hit in hits)
-    result = "bit-identical" if is_equal else "NOT EQUAL"
+    result = "bit-identical" if is_equal else f"NOT EQUAL. Both runs are in {FAILED_RUNS}"
     print(f"{flags}: {len(hits)} kills, {num_agents} of torchrun, {num_torn} of them in a save;")
     print(f"{len(uninterrupted)} records, {num_skipped} of skipped steps: {result}", end="; ")
     print("PROCESSES LEFT" if has_survivors else "no process left")

@@ -133,7 +133,7 @@ def training_records(rows: Rows) -> Rows:
 
 def losses(rows: Rows) -> list[float]:
     """Return the training losses of the records."""
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in training_records(rows)]
 
 
 def passed_over(rows: Rows) -> list[int]:
