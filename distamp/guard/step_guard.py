@@ -1469,6 +1469,8 @@ class StepGuardBase(Joinable):
                 parameters belong to no optimizer that this scaler has seen.
             ConfigError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is
                 declared both.
+            RankMismatchError: A rank makes another call, clips other optimizers, or has other
+                arguments.
             ReplicaMismatchError: A tensor that counts as a replica differs between ranks. The error
                 names the declaration to add.
         """
@@ -1508,6 +1510,11 @@ class StepGuardBase(Joinable):
             states += map(self._optimizer_state, targets.optimizers)
             for state in states:
                 state["history"] = self._history(state["optimizer"], state["view"].base)
+            # Ranks must clip the same optimizers, also those that were unscaled before.
+            exchange.fingerprint = functools.partial(
+                self._call_fingerprint, "clip_grad_norm_", states, scale
+            )
+            for state in states:
                 if state["stage"] is not OptState.UNSCALED or state.get("carried_over"):
                     check_not_unscaled(state)
                     scaled_states.append(state)

@@ -40,6 +40,8 @@ mtype = { ALL_REDUCE, COMPARE, GATHER, GATHER_PAIRS, NEW_GROUP, POST_HOOK, BACKW
 #define NAME_CLIP 1
 #define NAME_UPDATE 2
 #define NAME_REPORT 3
+/* The bit of a norm that is not finite. */
+#define NORM 4
 /* Errors that wait for a message. */
 #define NOTHING_CHECKED 1
 #define OUT_OF_ORDER 2
@@ -69,6 +71,7 @@ typedef Scaler {
     bit checked[2];
     bit found_inf[2];
     bit kept[2];            /* unscaled before an update(), for step alone */
+    byte overflows;         /* a bit for each optimizer whose gradients overflow on this rank */
     byte calls;             /* a sum of 1 or 4 a step, 2 an update(new_scale), modulo 16 */
 };
 Scaler own[RANKS];
@@ -80,7 +83,7 @@ byte waiting[RANKS];        /* unsent and failure, also a part of the digest */
 bit error[RANKS];
 bit looked[RANKS];
 bit scaled[RANKS];
-byte words[RANKS];          /* a bit for each optimizer that overflowed on that rank */
+byte words[RANKS];          /* a bit for each optimizer that overflowed on that rank, and NORM */
 
 /* The reply, until the next: whether the digests sum up for that rank, and the counts. */
 bit differs[RANKS];
@@ -258,7 +261,12 @@ inline write_message(name) {
         scaled[me] = own[me].scaled;
         alike[me] = name;
 #ifndef FAULT_DIGEST_WITHOUT_OPTIMIZERS
+#ifdef FAULT_CLIP_AFTER_UNSCALE_HAS_NO_OPTIMIZERS
         alike[me] = alike[me] + 4 * about;
+#else
+        /* A clip has those that were unscaled before, too. */
+        alike[me] = alike[me] + 4 * (name == NAME_CLIP -> left : about);
+#endif
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_ITERATION
         alike[me] = alike[me] + 16 * own[me].iteration;
@@ -434,7 +442,13 @@ inline look(name) {
         :: skip
         fi;
 #endif
-        printf("%d found %d error %d\n", me, words[me], error[me])
+        own[me].overflows = own[me].overflows | words[me];
+        /* The norm of gradients that were unscaled before is in the message, too. */
+        if
+        :: name == NAME_CLIP && !error[me] && (left & own[me].overflows) -> words[me] = words[me] | NORM
+        :: else
+        fi;
+        printf("%d found %d error %d\n", me, words[me] & 3, error[me])
     };
 #ifdef FAULT_ERROR_RAISED_ALONE
     if
@@ -536,6 +550,7 @@ inline reset(o) {
     own[me].found_inf[o] = 0;
     own[me].kept[o] = 0;
     own[me].silent[o] = 0;
+    own[me].overflows = own[me].overflows & ~(1 << o);
     by[2 * me + o] = 0;
     parted[2 * me + o] = 0
 }
@@ -713,7 +728,8 @@ next:
             set_stage(about, UNSCALED);
             look(NAME_CLIP)
         fi;
-        value = (counts || (left & own[me].found_inf[0]) || ((left >> 1) & own[me].found_inf[1]));
+        /* The sum of the norms of all ranks. */
+        value = (counts != 0);
         if
         :: !own[me].clips_agree ->
             settle();
@@ -727,7 +743,7 @@ next:
             if
             :: any_error || !all_alike -> left = 0
 #ifndef FAULT_NORM_SKIPS_ONLY_ITS_OWN
-            :: !any_error && all_alike && (((left & 1) && own[me].found_inf[0]) || ((left & 2) && own[me].found_inf[1])) ->
+            :: !any_error && all_alike && value ->
                 if :: left & 1 -> own[me].found_inf[0] = 1 :: else fi;
                 if :: left & 2 -> own[me].found_inf[1] = 1 :: else fi
 #endif

@@ -119,6 +119,23 @@ def test_a_clip_on_one_rank_and_a_step_on_the_other_raise_on_both():
 
 
 @on_ranks(2)
+def test_clips_of_different_optimizers_after_unscale_raise_on_both_ranks():
+    """Their norms are finite and replicas were found equal, so only the names show the mistake."""
+    job = Job()
+    job.backward()
+    job.scaler.clip_grad_norm_(job.adam, 1.0)
+    job.scaler.step(job.adam)
+    job.scaler.update()
+    job.backward()
+    job.scaler.unscale_(job.sgd)
+    job.scaler.unscale_(job.adam)
+    clipped = job.sgd if job.deviates else job.adam
+    error = error_of(job.scaler.clip_grad_norm_, clipped, 1.0)
+    assert_mismatch(error, "rank 0: Adam\n", "rank 1: SGD\n")
+    assert_equal_on_all_ranks(job)
+
+
+@on_ranks(2)
 def test_optimizers_of_two_classes_in_another_order_raise_on_both_ranks():
     job = Job()
 
