@@ -50,6 +50,7 @@ c10d
     alltoall_base_                     all_to_all     input         output         -
     broadcast_                         broadcast      tensors       tensors        root_rank
     gather_                            gather         input_tensors output_tensors root_rank
+    gather_into_tensor_                gather         input_tensor  output_tensor  root_rank
     reduce_                            reduce         tensors       tensors        root_rank
     reduce_scatter_                    reduce_scatter input_tensors output_tensors -
     reduce_scatter_tensor_coalesced_   reduce_scatter inputs        outputs        -
@@ -94,6 +95,8 @@ c10d_functional
     batch_p2p_ops                      batch          -             -              -
 symm_mem
     _low_contention_all_gather         all_gather     tensor        -              -
+    _low_contention_all_gather_ce_multicast     all_gather tensor   -              -
+    _low_contention_all_gather_ce_multicast_out all_gather tensor   out            -
     _low_contention_reduce_scatter     reduce_scatter tensor        -              -
     all_to_all_vdev                    all_to_all     input         out            -
     all_to_all_vdev_2d                 all_to_all     input         out            -
@@ -108,6 +111,7 @@ symm_mem
     multimem_one_shot_all_reduce       all_reduce     input         -              -
     multimem_one_shot_all_reduce_out   all_reduce     input         out            -
     multimem_one_shot_reduce_out       reduce         input         out            root
+    nccl_all_to_all_nd                 all_to_all     input         out            -
     nccl_reduce_scatter_offset         reduce_scatter input         out            -
     nvshmem_all_to_all                 all_to_all     input         out            -
     nvshmem_broadcast                  broadcast      input         input          root
@@ -144,14 +148,15 @@ NOT_TRANSFERS = frozenset(
     """
     c10d::barrier c10d::check_for_nan c10d::monitored_barrier_
     _c10d_functional::_wrap_tensor_autograd _c10d_functional::wait_tensor
-    c10d_functional::wait_tensor
+    _c10d_functional::wait_tensors c10d_functional::wait_tensor
     _dtensor::mesh_get_process_group
     symm_mem::_async_input_mm symm_mem::_barrier symm_mem::_rendezvous
-    symm_mem::get_remote_tensors symm_mem::memset32_ symm_mem::stream_write_value32_
-    symm_mem::nccl_get symm_mem::nccl_put symm_mem::nccl_put_signal
+    symm_mem::get_remote_tensors symm_mem::memcpy_to_multicast_ symm_mem::memset32_
+    symm_mem::stream_write_value32_
+    symm_mem::nccl_get symm_mem::nccl_get_out symm_mem::nccl_put symm_mem::nccl_put_signal
     symm_mem::nccl_put_with_signal symm_mem::nccl_wait_for_signal symm_mem::nccl_wait_signal
-    symm_mem::nvshmem_get symm_mem::nvshmem_put symm_mem::nvshmem_put_with_signal
-    symm_mem::nvshmem_wait_for_signal
+    symm_mem::nvshmem_get symm_mem::nvshmem_get_out symm_mem::nvshmem_put
+    symm_mem::nvshmem_put_with_signal symm_mem::nvshmem_wait_for_signal
     """.split()  # noqa: SIM905
 )
 
