@@ -1,6 +1,6 @@
 """Test the installed torch and print a row for docs/results/torch_versions.md.
 
-python -m tests.torch_versions tests/scaler tests/guard
+python -m tests.torch_versions tests/scaler tests/guard -n 2 --dist loadgroup
 """
 
 import datetime
@@ -30,9 +30,13 @@ def read_commit() -> str:
     return subprocess.check_output(command, cwd=ROOT, text=True).strip()
 
 
-def run_tests(paths: list[str]) -> str:
-    """Run tests and return the counts of their summary; print the tests that failed to stderr."""
-    command = [sys.executable, "-m", "pytest", "-q", *paths]
+def run_tests(arguments: list[str]) -> str:
+    """Run tests and return the counts of their summary; print the tests that failed to stderr.
+
+    Args:
+        arguments: Tests and options of pytest.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = run.stdout.rstrip().splitlines() or [""]
     failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
@@ -41,10 +45,11 @@ def run_tests(paths: list[str]) -> str:
     return ", ".join(_RESULTS.findall(summary)) or f"no summary, exit code {run.returncode}"
 
 
-def format_row(paths: list[str], result: str) -> str:
-    """Return the row of the table."""
+def format_row(arguments: list[str], result: str) -> str:
+    """Return the row of the table, which names the tests and no options."""
     version = torch.__version__.partition("+")[0]
     python = platform.python_version()
+    paths = [path for path in arguments if (ROOT / path.partition("::")[0]).exists()]
     tests = ", ".join(f"`{path}`" for path in paths)
     date = datetime.date.today()
     build = describe_build()
@@ -54,5 +59,5 @@ def format_row(paths: list[str], result: str) -> str:
 
 
 if __name__ == "__main__":
-    test_paths = sys.argv[1:]
-    print(format_row(test_paths, run_tests(test_paths)))
+    pytest_arguments = sys.argv[1:]
+    print(format_row(pytest_arguments, run_tests(pytest_arguments)))
