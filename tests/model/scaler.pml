@@ -117,6 +117,7 @@ bit owes[RANKS];            /* raised alone since the last message */
 bit has_failed[RANKS];
 bit any_failed;
 bit refuses[RANKS];         /* has an error in the order of calls that no message has sent yet */
+byte clips[RANKS];          /* the optimizers of the clip whose message this rank sends */
 bit clips_alone;            /* one rank's clip met another's step, on a device */
 
 #define IS(o, what) (own[me].stage[o] == what)
@@ -132,6 +133,7 @@ bit clips_alone;            /* one rank's clip met another's step, on a device *
 #define OWES_THE_SAME(i) (owes[i] == owes[0])
 #define REFUSES(i) (refuses[i] && IS_GONE(i))
 #define SAME_SCALE(i) (own[i].scale == own[0].scale)
+#define CLIPS_THE_SAME(i) (clips[i] == clips[0])
 #define SAME_STEPS_TAKEN(i) (taken[i] == taken[0])
 
 #ifdef FAULT_LINEAR_DIGEST
@@ -167,9 +169,10 @@ inline arrived(collective) {
         messages++;
         if
         :: ALL(SAME_DIGEST) && !any_error ->
-            /* Ranks that agree have the same scale, and have taken the same steps. */
+            /* Ranks that agree have the same scale, have taken the same steps, and clip the same. */
             assert(ALL(SAME_SCALE));
             assert(ALL(SAME_STEPS_TAKEN));
+            assert(ALL(CLIPS_THE_SAME));
             /* What one of them raised alone, all did. */
             assert(ALL(OWES_THE_SAME));
             forget_taken()
@@ -188,7 +191,7 @@ inline arrived(collective) {
         do
         :: i < RANKS ->
             digest[i] = 0; alike[i] = 0; error[i] = 0; scaled[i] = 0; words[i] = 0;
-            waiting[i] = 0; looked[i] = 0; owes[i] = 0;
+            waiting[i] = 0; looked[i] = 0; owes[i] = 0; clips[i] = 0;
             i++
         :: else -> break
         od
@@ -259,13 +262,14 @@ inline write_message(name) {
         :: else
         fi;
         scaled[me] = own[me].scaled;
+        clips[me] = (name == NAME_CLIP -> left : 0);
         alike[me] = name;
 #ifndef FAULT_DIGEST_WITHOUT_OPTIMIZERS
 #ifdef FAULT_CLIP_AFTER_UNSCALE_HAS_NO_OPTIMIZERS
         alike[me] = alike[me] + 4 * about;
 #else
         /* A clip has those that were unscaled before, too. */
-        alike[me] = alike[me] + 4 * (name == NAME_CLIP -> left : about);
+        alike[me] = alike[me] + 4 * (name == NAME_CLIP -> clips[me] : about);
 #endif
 #endif
 #ifndef FAULT_DIGEST_WITHOUT_ITERATION
@@ -749,8 +753,8 @@ next:
 #endif
             :: else
             fi;
-            /* One norm over both: none is stepped unclipped beside one that is skipped. */
-            assert(left != 3 || own[me].found_inf[0] == own[me].found_inf[1]);
+            /* A norm over both that is not finite clips neither, so neither is stepped. */
+            assert(left != 3 || !value || (own[me].found_inf[0] && own[me].found_inf[1]));
             left = 0
         }
 
