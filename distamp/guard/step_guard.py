@@ -604,7 +604,11 @@ class StepGuardBase(Joinable):
 
     @contextmanager
     def _exchange(
-        self, call: str, states: list[dict[str, Any]], scale: Tensor
+        self,
+        call: str,
+        states: list[dict[str, Any]],
+        scale: Tensor,
+        compared_states: list[dict[str, Any]] | None = None,
     ) -> Iterator[Exchange]:
         """Send one message at the end of the block, or the error that the block raised.
 
@@ -615,9 +619,12 @@ class StepGuardBase(Joinable):
             call: The name of the call, which ranks compare.
             states: torch's states of the optimizers; the block may append to the list.
             scale: The loss scale.
+            compared_states: The states of the optimizers that must be equal on all ranks, if they
+                are not ``states``; the block may append to the list.
         """
         group = self._active_group(scale.device)
-        fingerprint = functools.partial(self._call_fingerprint, call, states, scale)
+        compared_states = states if compared_states is None else compared_states
+        fingerprint = functools.partial(self._call_fingerprint, call, compared_states, scale)
         exchange = Exchange(self._sync, group, fingerprint)
         exchange.name_bad_param = functools.partial(self._first_bad_name, states)
         exchange.name_bad_weights = functools.partial(self._bad_weight_names, states)
@@ -1500,7 +1507,8 @@ class StepGuardBase(Joinable):
         norm_parts = LocalNorm(math.nan)
         # The power of a norm of order inf is no sum, so it cannot be all-reduced by addition.
         is_sum = not _is_inf(norm_type)
-        with self._exchange("clip_grad_norm_", scaled_states, scale) as exchange:
+        # Ranks must clip the same optimizers, also those that were unscaled before.
+        with self._exchange("clip_grad_norm_", scaled_states, scale, states) as exchange:
             exchange.compares_replicas = True
             exchange.settings = (
                 f"\nmax_norm={max_norm}\nnorm_type={norm_type}"
@@ -1510,10 +1518,6 @@ class StepGuardBase(Joinable):
             states += map(self._optimizer_state, targets.optimizers)
             for state in states:
                 state["history"] = self._history(state["optimizer"], state["view"].base)
-            # Ranks must clip the same optimizers, also those that were unscaled before.
-            exchange.fingerprint = functools.partial(
-                self._call_fingerprint, "clip_grad_norm_", states, scale
-            )
             for state in states:
                 if state["stage"] is not OptState.UNSCALED or state.get("carried_over"):
                     check_not_unscaled(state)
