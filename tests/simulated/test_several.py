@@ -124,6 +124,43 @@ def test_no_rank_takes_a_fused_step_with_a_mistake_by_a_guard(mistake):
 
 
 @on_devices(2)
+@pytest.mark.parametrize("shared", ["scaler", pytest.param("guard", marks=slow)])
+def test_clips_of_different_optimizers_raise_on_both_ranks_and_leave_weights_equal(shared):
+    """The host reads the reply to a clip late, so the steps that follow may have been taken."""
+    scaler = DistGradScaler("sim", init_scale=2.0) if shared == "scaler" else None
+    guard = StepGuard() if scaler is None else scaler
+    weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.25, fused=True) for weight in weights]
+
+    def train(clipped: torch.optim.Optimizer) -> None:
+        loss = 2.0 * (weights[0].sum() + weights[1].sum())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        guard.clip_grad_norm_(clipped, 1.0)
+        for optimizer in optimizers:
+            guard.step(optimizer)
+        guard.update()
+
+    def train_twice() -> None:
+        train(optimizers[dist.get_rank()])
+        train(optimizers[0])
+
+    train(optimizers[0])
+    error = error_of(train_twice)
+    assert error is not None, "nothing was raised"
+    assert error[0] == "RankMismatchError", error
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, [weight.item() for weight in weights])
+    assert values[0] == values[1]
+
+
+@on_devices(2)
 @pytest.mark.parametrize("norm", [{}, pytest.param({"max_norm": 100.0}, marks=slow)])
 def test_more_optimizers_than_a_message_has_words_for(norm):
     """One of 30 optimizers overflows, and another has no gradient on any rank."""
