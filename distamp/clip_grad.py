@@ -98,7 +98,8 @@ class StepDecision(NamedTuple):
         found_inf: Whether a rank found inf or NaN.
         above_limit: Whether the norm exceeds ``skip_norm_above``.
         requested: Whether a rank requested the skip by ``skip_if``.
-        clip_coef: The factor of the clip; at most 1, and 1 if the step is skipped.
+        clip_coef: The factor of the clip; at most 1, and 1 if the step is skipped. A tensor is
+            float64, so that its inverse is rounded only once.
         total_norm: The norm before the clip; NaN if no norm was measured.
         norm_limit: The value of ``skip_norm_above``; inf without one.
     """
@@ -141,7 +142,7 @@ class StepDecision(NamedTuple):
     def clip_coef_tensor(self, device: torch.device) -> Tensor:
         """Return ``clip_coef`` as 0-d float32, on ``device`` if the host knows it."""
         if isinstance(self.clip_coef, Tensor):
-            return self.clip_coef
+            return self.clip_coef.float()
         return torch.full((), self.clip_coef, dtype=torch.float32, device=device)
 
     def on_host(self, flags: Iterable[Tensor]) -> StepDecision:
@@ -300,7 +301,7 @@ class NormLimits(NamedTuple):
         return StepDecision(
             found_inf=found_inf,
             above_limit=above_limit,
-            clip_coef=clip_coef.float(),
+            clip_coef=clip_coef,
             total_norm=norm.float(),
             norm_limit=limit,
         )

@@ -187,6 +187,6 @@ def fused_step(
 def _inv_clip_coef(clip_coef: float | Tensor, device: torch.device) -> Tensor:
     """Return 1 / clip_coef as 0-d float32, because a kernel divides; a factor of 0 gives inf."""
     if isinstance(clip_coef, Tensor):
-        return device_utils.to_device(clip_coef.reciprocal(), device)
+        return device_utils.to_device(clip_coef.reciprocal().float(), device)
     inverse = 1.0 / clip_coef if clip_coef else math.inf
     return torch.full((), inverse, dtype=torch.float32, device=device)

@@ -946,6 +946,10 @@ class RankSync:
         if not self._loss_was_scaled:
             # The first message of a group shows whether a rank scales its loss.
             self.flush()
+            if not device_utils.is_capturing():
+                # No rank raised, so ranks differ at most in who scales a loss. A pipeline stage
+                # without the loss scales none, and steps with the others.
+                is_equal = torch.ones_like(is_equal)
         self._loss_was_scaled = True
         return words, is_equal
 

@@ -154,6 +154,23 @@ def test_a_job_has_the_result_of_the_cpu(sim, job, arguments, schedule, seed):
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
+def _clip_in_fused_steps(device: str) -> Tensor:
+    """Return the clipped gradients of fused steps with gradients of 40 norms."""
+    clipped_grads = []
+    for number in range(40):
+        weight = torch.zeros(64, device=device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+        weight.grad = torch.linspace(-1.0, 1.0, 64, device=device) * (1.0 + 0.1 * number)
+        StepGuard().step(optimizer, max_norm=0.5)
+        clipped_grads.append(weight.detach().cpu())
+    return torch.stack(clipped_grads)
+
+
+def test_a_fused_step_clips_to_the_bits_of_the_cpu(sim):
+    expected = sim.one(_clip_in_fused_steps, "cpu")
+    assert torch.equal(sim.one(_clip_in_fused_steps, "sim"), expected)
+
+
 def _skips_without_host_syncs(by: str, in_group: bool, with_norm: bool) -> int:
     """Take fused steps, of them one with an overflow; return the number of skipped steps.
 

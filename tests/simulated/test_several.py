@@ -124,40 +124,63 @@ def test_no_rank_takes_a_fused_step_with_a_mistake_by_a_guard(mistake):
 
 
 @on_devices(2)
-@pytest.mark.parametrize("shared", ["scaler", pytest.param("guard", marks=slow)])
-def test_clips_of_different_optimizers_raise_on_both_ranks_and_leave_weights_equal(shared):
+def test_clips_of_different_optimizers_raise_on_both_ranks_and_leave_weights_equal():
     """The host reads the reply to a clip late, so the steps that follow may have been taken."""
-    scaler = DistGradScaler("sim", init_scale=2.0) if shared == "scaler" else None
-    guard = StepGuard() if scaler is None else scaler
-    weights = [torch.ones(1, device="sim", requires_grad=True) for _ in range(2)]
-    optimizers = [torch.optim.SGD([weight], lr=0.25, fused=True) for weight in weights]
+    scaler = DistGradScaler("sim", init_scale=2.0)
+    weights = []
+    optimizers = []
+    for _ in range(2):
+        weight = torch.ones(1, device="sim", requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.25, fused=True)
+        weights.append(weight)
+        optimizers.append(optimizer)
 
-    def train(clipped: torch.optim.Optimizer) -> None:
-        loss = 2.0 * (weights[0].sum() + weights[1].sum())
+    def train(clipped: int) -> None:
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = None
+            scaler.scale(2.0 * weight).backward()
+            scaler.unscale_(optimizer)
+        scaler.clip_grad_norm_(optimizers[clipped], 1.0)
         for optimizer in optimizers:
-            optimizer.zero_grad()
-        if scaler is None:
-            loss.backward()
-        else:
-            scaler.scale(loss).backward()
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-        guard.clip_grad_norm_(clipped, 1.0)
-        for optimizer in optimizers:
-            guard.step(optimizer)
-        guard.update()
+            scaler.step(optimizer)
+        scaler.update()
 
     def train_twice() -> None:
-        train(optimizers[dist.get_rank()])
-        train(optimizers[0])
+        train(dist.get_rank())
+        train(0)
 
-    train(optimizers[0])
+    train(0)
     error = error_of(train_twice)
     assert error is not None, "nothing was raised"
     assert error[0] == "RankMismatchError", error
+    local_values = torch.cat(weights).tolist()
     values: list[Any] = [None, None]
-    dist.all_gather_object(values, [weight.item() for weight in weights])
+    dist.all_gather_object(values, local_values)
     assert values[0] == values[1]
+
+
+@on_devices(2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "max_norm"])
+def test_the_first_step_of_a_rank_that_scales_no_loss_is_taken(call, fused):
+    """The last stage of a pipeline scales the loss, and the other stages only step."""
+    weight = torch.ones(1, device="sim", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25, fused=fused)
+    scaler = DistGradScaler("sim", init_scale=4.0)
+    if dist.get_rank() == 1:
+        scaler.scale(weight.sum()).backward()
+    else:
+        weight.grad = torch.full_like(weight, 4.0)
+    if call == "unscale_":
+        scaler.unscale_(optimizer)
+    elif call == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 100.0)
+    max_norm = 100.0 if call == "max_norm" else None
+    scaler.step(optimizer, max_norm=max_norm)
+    scaler.update()
+    assert weight.item() == 0.75
+    assert scaler.get_scale() == 4.0
+    assert scaler.step_counts(optimizer).skipped == 0
 
 
 @on_devices(2)
